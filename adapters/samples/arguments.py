@@ -1,4 +1,4 @@
-"""ms-swift's own arguments of a run, by which its template, model and tuner are made."""
+"""ms-swift's own arguments, from which it builds a run's template, model and tuner."""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -18,7 +18,9 @@ from packplan.core.config.run import ModelConfig, TemplateConfig, TrainingConfig
 from packplan.core.errors import ConfigError, Fault
 
 _MEDIA = ("vision", "audio")
-"""Prefixes of sections in config.json (`vision_config`) of models that ms-swift has to know."""
+"""
+Prefixes of config.json sections, such as `vision_config`; ms-swift has to know models with them.
+"""
 
 _OF_MODEL = ("model", "experts_impl", "rope_scaling", "new_special_tokens")
 
@@ -31,7 +33,7 @@ _OF_TRAINING = (
     "output_dir", "dataloader_drop_last", "num_train_epochs", "max_steps", "seed", "tuner_type", "freeze_llm",
     "freeze_vit",
 )  # fmt: skip
-"""Keys of a section that ms-swift's arguments have too, by the same name."""
+"""Keys of the section `training` that ms-swift's arguments have under the same name."""
 
 _QUANTISES = ("quant_method", "quant_bits", "bnb_4bit_quant_type", "bnb_4bit_use_double_quant")
 
@@ -39,15 +41,16 @@ _DEFAULTS: Mapping[str, Any] = {
     "freeze_aligner": False, "learning_rate": 5e-5, "bf16": False, "fp16": False, "eval_strategy": "no",
     "ddp_timeout": 1800,
 }  # fmt: skip
-"""Defaults that differ from the defaults of ms-swift's commands."""
+"""Packplan's defaults that differ from those of ms-swift's commands."""
 
 
 class RunArguments(SftArguments):  # type: ignore[misc]  # ms-swift has no types
     """
-    Arguments of `swift sft`, by which ms-swift resolves model, quantisation, template, tuner and
-    training arguments.
+    Arguments of `swift sft`, from which ms-swift resolves model, quantisation, template, tuner and
+    training settings.
 
-    Unlike the arguments of a whole command, they touch no device, folder, tracker, hub or data set.
+    Unlike the arguments of a whole command, these access no device, output folder, tracker, hub or
+    data set.
     """
 
     def __post_init__(self) -> None:
@@ -64,18 +67,18 @@ def template_arguments(model: ModelConfig, template: TemplateConfig) -> RunArgum
     """
     Return a template's arguments as `swift sft` resolves them.
 
-    For example, a hybrid thinking template gets another loss scale.
+    For example, `swift sft` changes the loss scale of a hybrid thinking template.
 
     Args:
-        model: Section `model`, whose folder is on this machine.
-        template: Section `template`, whose system prompt is a text.
+        model: Section `model`; its folder has to be on this machine.
+        template: Section `template`; its system prompt has to be a text, not a file's path.
 
     Raises:
-        ConfigError: The kind of the model is not clear.
+        ConfigError: The model type or the template type is not clear.
     """
     model_type, template_type = swift_types(model, template)
     arguments = _resolve(model, model_type, template=template_type, **_set_keys(template, _OF_TEMPLATE))
-    arguments.system = template.system  # a name that ends in .txt may be a text by now
+    arguments.system = template.system  # ms-swift would read a system prompt that ends in .txt as a file
     return arguments
 
 
@@ -84,7 +87,7 @@ def run_arguments(model: ModelConfig, training: TrainingConfig) -> RunArguments:
     Return the arguments of a model, its tuner and its training as `swift sft` resolves them.
 
     Args:
-        model: Section `model`, whose folder is on this machine.
+        model: Section `model`; its folder has to be on this machine.
         training: Section `training`.
     """
     passed = {name: _copied(value) for name, value in training.trainer.items()}
@@ -93,18 +96,18 @@ def run_arguments(model: ModelConfig, training: TrainingConfig) -> RunArguments:
 
 
 def _set_keys(section: Any, names: Sequence[str]) -> dict[str, Any]:
-    """Return keys of a section that are set, with lists as ms-swift takes them."""
+    """Return the keys of a section that are set, with tuples as lists, as ms-swift expects."""
     values = {name: getattr(section, name) for name in names}
     return {name: _copied(value) for name, value in values.items() if value not in (None, ())}
 
 
 def _copied(value: Any) -> Any:
-    """Return a value as ms-swift takes it: a list of its own, to which it may append."""
+    """Return a value; a list or tuple is copied to a new list, to which ms-swift may append."""
     return [*value] if isinstance(value, (list, tuple)) else value
 
 
 def _resolve(model: ModelConfig, model_type: str | None, **given: Any) -> RunArguments:
-    if model.rope_scaling:  # unset, it limits packs alone
+    if model.rope_scaling:  # without it, max_model_len only limits packs
         given["max_model_len"] = model.max_model_len
     with wrap_load_errors("model.model", f"is {model.model}, which ms-swift cannot load"):
         return RunArguments(model_type=model_type, **_set_keys(model, _OF_MODEL), **given)
@@ -112,31 +115,37 @@ def _resolve(model: ModelConfig, model_type: str | None, **given: Any) -> RunArg
 
 def refuse_remote_code(model: ModelConfig) -> None:
     """
-    Refuse a model folder with Python code that `model.trust_remote_code` does not allow to run.
+    Refuse a model folder with Python code, unless `model.trust_remote_code` allows it to run.
 
     Raises:
-        ConfigError: A file of the folder names code (`auto_map`).
+        ConfigError: A JSON file of the folder has the key `auto_map`, which names code.
     """
     if model.trust_remote_code:
         return
     for file in sorted(Path(model.model).glob("*.json")):
-        # The index of weight files is large, and names no code.
+        # The index of weight files is large, and never names code.
         if not file.name.endswith(".index.json") and b'"auto_map"' in file.read_bytes():
-            reason = f"brings Python code ({file.name} has auto_map): read it, then set model.trust_remote_code: true"
+            reason = f"has Python code ({file.name} has auto_map): read it, then set model.trust_remote_code: true"
             raise ConfigError.for_key("model.model", f"is {model.model}, which {reason}")
 
 
 def swift_types(model: ModelConfig, template: TemplateConfig) -> tuple[str | None, str]:
     """
-    Return ms-swift's model type and template type of a model, which its own files do not state.
+    Return ms-swift's model type and template type of a model; the model's files do not state them.
 
-    The run's own keys come first; then the template that ms-swift has saved there (`args.json`);
-    then the entry of ms-swift's registry for the folder's name; then the defaults of the
-    architecture (`families.json`), or its only entry in the registry. The type is None for text
-    models without an entry: ms-swift loads them as transformers does.
+    They are taken from the first of these sources that has them:
+
+    - the run's keys `model.model_type` and `template.template`
+    - the template that ms-swift saved in the folder's `args.json`
+    - the entry of ms-swift's registry for the folder's name
+    - the defaults of the architecture (`families.json`)
+    - the only entry of ms-swift's registry for the architecture
+
+    The model type is None for a text model without an entry, which ms-swift loads like
+    transformers.
 
     Raises:
-        ConfigError: The registry has no entry, or several to choose from.
+        ConfigError: ms-swift's registry has no entry for the architecture, or several.
     """
     types, templates = _candidate_types(model)
     with wrap_load_errors("model.model", f"has an args.json that cannot be read, in {model.model}"):
@@ -150,7 +159,7 @@ def swift_types(model: ModelConfig, template: TemplateConfig) -> tuple[str | Non
 
 
 def swift_model_type(model: ModelConfig) -> str | None:
-    """Return ms-swift's model type of a model, or None; see `swift_types`."""
+    """Return ms-swift's model type of a model; None means a text model, as in `swift_types`."""
     types, _ = _candidate_types(model)
     if len(types) != 1:
         raise ConfigError("the model", (_choice_fault(model, "model.model_type", "model types", types),))
@@ -173,13 +182,13 @@ def _candidate_types(model: ModelConfig) -> tuple[Sequence[str | None], Sequence
 
 
 def _matching_types(architecture: str) -> list[str]:
-    """Return ms-swift's model types for an architecture, causal language models only."""
+    """Return ms-swift's types of causal language models with an architecture."""
     metas = [meta for meta in MODEL_MAPPING.values() if architecture in (meta.architectures or ())]
     return [meta.model_type for meta in metas if not meta.is_reward and meta.task_type in (None, "causal_lm")]
 
 
 def _matching_templates(types: Sequence[str]) -> list[str]:
-    """Return ms-swift's template types for some model types."""
+    """Return ms-swift's template types for the model types *types*."""
     known = [MODEL_MAPPING[name] for name in types if name in MODEL_MAPPING]
     return list(dict.fromkeys(name for meta in known for name in meta.candidate_templates))
 

@@ -1,9 +1,9 @@
 """
-Data files, found by name or pattern and opened in their format.
+Finds data files by name or pattern, and opens each in its format.
 
 Compressed files, Parquet and Arrow are recognised by their first bytes, CSV and TSV by their names.
-Other text that begins with `[` is a JSON array; the rest is JSON Lines. JSON Lines and Arrow are
-read where they are, all other formats from a copy.
+Other text that begins with `[` is a JSON array, and all other text is JSON Lines. JSON Lines and
+Arrow are read in place, all other formats from a converted copy.
 """
 
 import glob
@@ -27,17 +27,17 @@ _COMPRESSED = {".gz", ".zst", ".zstd"}
 _ARROW = b"ARROW1"
 
 _SHARD = re.compile(r"[-_.]?\d+(?:-of-\d+)?$")
-"""Number of a shard at the end of its file name, such as `-00000-of-00008`."""
+"""Pattern of a shard's number at the end of its file name, such as `-00000-of-00008`."""
 
 _SAMPLED = re.compile(r".+#(\d+)")
-"""Name of a file and a number of its records, as ms-swift takes them."""
+"""Pattern of ms-swift's notation for a file and a number of its records, such as `a.jsonl#500`."""
 
 _ARRAY = re.compile(rb"(?:\xef\xbb\xbf)?\s*\[")
 _ARRAY_OF_OBJECTS = re.compile(rb"(?:\xef\xbb\xbf)?\s*\[\s*\{")
 
 
 _MOST_ENTRIES = 10**5
-"""Most files and folders inside a folder that is searched for data files."""
+"""Largest number of files and folders in a folder that is searched for data files."""
 
 
 def open_records(
@@ -47,15 +47,17 @@ def open_records(
     Open the data files of a data set; their records are numbered in the order of *paths*.
 
     Args:
-        paths: Names of the files, or patterns of names (`data/*.parquet`), or folders of
+        paths: Names of files, patterns of names (`data/*.parquet`), or folders written by
             `datasets.save_to_disk`.
-        max_line_bytes: A record of more text is refused when it is read; None accepts all.
-        cache: Folder for copies of files that cannot be read in any order; None refuses such files.
-        media: Folder that relative media paths start from; None takes that of their file.
+        max_line_bytes: Largest text of a record in bytes; a larger record is refused when it is
+            read. None accepts any size.
+        cache: Folder for copies of files that cannot be read in random order; None refuses such
+            files.
+        media: Folder that relative media paths start at; None means the folder of the data file.
 
     Raises:
-        DataSetError: A file cannot be read, or holds no record.
-        OutputError: There is no room for a copy.
+        DataSetError: A file cannot be read, or has no records.
+        OutputError: A copy cannot be written, for example on a full disk.
     """
     opened = []
     for fault in file_faults(paths):
@@ -71,13 +73,13 @@ def open_records(
 
 def copy_faults(paths: tuple[str, ...], *, cache: Path | None) -> Iterator[tuple[str, str]]:
     """
-    Yield the path of each file that differs from its copy or cached arrays, and the difference.
+    Yield the path of each file that differs from its copy or cached arrays, and a message.
 
     All files, copies and cached arrays are read in full.
 
     Args:
         paths: Names and patterns of data files.
-        cache: Folder of copies; None refuses to make one.
+        cache: Folder of copies; None refuses files that need a copy.
     """
     for path in (file for name in paths for file in _match_files(name)):
         file = _open_file(path, None, cache)
@@ -89,9 +91,9 @@ def copy_faults(paths: tuple[str, ...], *, cache: Path | None) -> Iterator[tuple
 
 def file_faults(paths: Iterable[str]) -> Iterator[str]:
     """
-    Yield a message for each missing or unreadable data file, and for a file that is named twice.
+    Yield a message for each data file that is missing, unreadable or named twice.
 
-    No records are read.
+    This reads no records.
     """
     files: list[Path] = []
     for path in paths:
@@ -110,7 +112,7 @@ def file_faults(paths: Iterable[str]) -> Iterator[str]:
 
 def _require_data_path(path: Path) -> None:
     """
-    Require that a path is a readable data file, or a folder of a data set.
+    Require that a path is a readable data file, or a folder that `datasets.save_to_disk` wrote.
 
     Raises:
         DataSetError: The file is missing or cannot be read, or the folder is not a data set.
@@ -120,8 +122,8 @@ def _require_data_path(path: Path) -> None:
         if path.is_dir():
             if is_arrow_folder(path):
                 return
-            raise DataSetError(f"{path} is not a folder of datasets.save_to_disk: name its files, as {path}/*.jsonl")
-        # A pipe would wait for a writer, and could be read once.
+            raise DataSetError(f"{path} was not written by datasets.save_to_disk: name its files, as {path}/*.jsonl")
+        # Opening a pipe would wait for a writer, and a pipe can be read only once.
         if path.exists() and not path.is_file():
             raise DataSetError(f"{path} is a pipe or a device: name a data file")
         with path.open("rb"):
@@ -134,13 +136,13 @@ def _require_data_path(path: Path) -> None:
 
 
 def _match_files(path: str) -> list[Path]:
-    """Return the files of a name, folder or pattern; DataSetError for a pattern without files."""
+    """Return the files that a name, folder or pattern matches; DataSetError if none match."""
     if (fault := url_fault(path)) is not None:
         raise DataSetError(f"{mask_credentials(path)} {fault}")
     if is_url(path):
         raise DataSetError(f"{mask_credentials(path)} is a URL, which is read only where train_jsonl names it")
     if (asked := _SAMPLED.fullmatch(path)) and not Path(path).exists():
-        remedy = f"name the file, or draw as many in each epoch by a mix (custom.fusion_config, count: {asked[1]})"
+        remedy = f"name the file, or draw {asked[1]} in each epoch by a mix (custom.fusion_config, count: {asked[1]})"
         raise DataSetError(f"{path} asks ms-swift for some of a file's records: {remedy}")
     if Path(path).is_dir() and not is_arrow_folder(Path(path)):
         return _find_shards(Path(path))
@@ -154,40 +156,42 @@ def _match_files(path: str) -> list[Path]:
 
 def _find_shards(folder: Path) -> list[Path]:
     """
-    Return the Parquet or Arrow files in a folder, sorted by name, or the folder if it has none;
-    DataSetError if they belong to several splits, or if the folder is too large to search.
+    Return the Parquet or Arrow files in a folder, sorted by name, or the folder itself without any.
+
+    DataSetError is raised if the files belong to several splits, or the folder has too many
+    entries.
     """
     entries = list(itertools.islice(folder.rglob("*"), _MOST_ENTRIES + 1))
     if len(entries) > _MOST_ENTRIES:
-        reason = f"holds more than {_MOST_ENTRIES:,} files and folders, which are too many to search"
+        reason = f"has more than {_MOST_ENTRIES:,} files and folders, which are too many to search"
         raise DataSetError(f"{folder} {reason}: name its data files, or a pattern of them")
     found = sorted(path for path in entries if path.suffix in {".parquet", ".arrow"} and path.is_file())
     kinds = {str(path.relative_to(folder).parent / _SHARD.sub("", path.stem)) + f"*{path.suffix}" for path in found}
     if len(kinds) > 1:
-        raise DataSetError(f"{folder} holds several data sets: name one of them, {', '.join(sorted(kinds)[:9])}")
+        raise DataSetError(f"{folder} has several data sets: name one of {', '.join(sorted(kinds)[:9])}")
     return found or [folder]
 
 
 def source_names(paths: tuple[str, ...], names: Mapping[str, str]) -> dict[str, str]:
     """
-    Map each data file to its source's name: the one in *names*, or else a short name of its path.
+    Map each data file to its source's name, which is given in *names* or else made from its path.
 
     Args:
         paths: Names and patterns of data files.
-        names: Path or pattern -> name of its source.
+        names: Names of sources, by the path or pattern in *paths*.
     """
     unnamed = short_names(paths)
     return {_file_origin(file)[0]: names.get(path, unnamed[path]) for path in paths for file in _match_files(path)}
 
 
 def short_names(paths: Sequence[str]) -> dict[str, str]:
-    """Map each path to its last part, or to the whole path if another one ends in the same part."""
+    """Map each path to its last part, or to the whole path if two paths have the same last part."""
     ends = Counter(Path(path).name for path in paths)
     return {path: end if ends[end := Path(path).name] == 1 else path for path in paths}
 
 
 def _refuse_duplicates(files: list[Path]) -> None:
-    """Raise DataSetError if a file is named twice, or stands beside its own compressed form."""
+    """Raise DataSetError if a file is named twice, or together with its compressed form."""
     known: dict[Path, Path] = {}
     for path in files:
         if (twin := known.setdefault(path.resolve(), path)) is not path:
@@ -198,12 +202,12 @@ def _refuse_duplicates(files: list[Path]) -> None:
 
 
 def _file_origin(path: Path) -> tuple[str, str]:
-    """Return a file's name in messages, and its folder of relative media; URLs for a download."""
+    """Return a file's name and its folder of relative media paths; for a download, two URLs."""
     return remote_origin(path) or (str(path), str(path.parent))
 
 
 def _open_file(path: Path, max_bytes: int | None, cache: Path | None) -> RecordFile:
-    """Open an existing file or `save_to_disk` folder, in its own format or as a copy."""
+    """Open an existing file or `save_to_disk` folder, or the converted copy of a file."""
     parts, copy, kind = [path], None, "arrow"
     if path.is_dir():
         parts, name, folder = list_arrow_files(path), str(path), str(path)
@@ -221,8 +225,9 @@ def _open_file(path: Path, max_bytes: int | None, cache: Path | None) -> RecordF
 
 def _detect_format(path: Path, name: str) -> tuple[str, bool]:
     """
-    Return the format of a file, `arrow` or a kind of `make_copy`, and whether it is compressed;
-    DataSetError if it is binary and of no known format.
+    Return the format of a file, `arrow` or a kind of `make_copy`, and whether it is compressed.
+
+    DataSetError is raised for a binary file in an unknown format.
     """
     head, is_compressed = read_head(path)
     if not is_compressed and (head.startswith(_ARROW) or path.suffix == ".arrow"):
@@ -230,7 +235,7 @@ def _detect_format(path: Path, name: str) -> tuple[str, bool]:
     if not is_compressed and head.startswith(PARQUET):
         return "parquet", False
     if b"\0" in head:
-        message = f"{name} is neither text nor in a format that is read: unpack it, and name the data files in it"
+        message = f"{name} is neither text nor in a supported format: if it is an archive, unpack it and name its files"
         raise DataSetError(message)
     suffix = Path(path.stem if is_compressed else path.name).suffix.lower().removeprefix(".")
     if head and suffix in DELIMITERS:

@@ -22,11 +22,11 @@ from packplan.core.samples.urls import is_url
 from packplan.core.samples.values import UnusableRecordError
 
 _SHOWN_DIGITS = 12
-"""Digits of a digest that a message shows."""
+"""Number of hexadecimal digits of a digest that a message shows."""
 
 
 _MAX_RANGE = 10_000
-"""Most records of a range of `_split_range`; progress is shown after each range."""
+"""Largest number of records in a range of `_split_range`; each range updates the progress bar."""
 
 
 @cache
@@ -48,7 +48,7 @@ def message_options(custom: CustomConfig) -> MessageOptions:
 
 
 class FileRecords:
-    """Records of several data files, numbered from 0 over all files in their order."""
+    """Records of several data files, numbered from 0 throughout all files in order."""
 
     def __init__(self, files: Sequence[RecordFile]) -> None:
         self._files = list(files)
@@ -59,7 +59,7 @@ class FileRecords:
         return self._ends[-1]
 
     def reopen(self) -> None:
-        """Open the files on another machine; DataSetError names one that is not the same there."""
+        """Open the same files on another machine; DataSetError names a file that differs there."""
         for file in self._files:
             file.reopen()
 
@@ -72,10 +72,10 @@ class FileRecords:
         """
         Return the JSON value of record *index*, checked against its known digest.
 
-        If no digest is known, the digest of this value is known from now on.
+        If no digest is known, the digest of this value is stored for later checks.
 
         Raises:
-            RecordError: The record is no valid JSON.
+            RecordError: The record is not valid JSON.
             StaleError: The record differs from its known digest.
         """
         file, row = self._locate(index)
@@ -117,14 +117,15 @@ class FileRecords:
 
     def __getitem__(self, index: int) -> Any:
         """
-        Return the JSON value of record *index*, without comparing its digest; RecordError if it is
-        invalid.
+        Return the JSON value of record *index*; RecordError if it is invalid.
+
+        Unlike `read_checked`, this does not compare the value with a digest.
         """
         file, row = self._locate(index)
         return file[row]
 
     def location(self, index: int) -> RecordLocation:
-        """Return the file of record *index*, and its line or row there."""
+        """Return the file of record *index*, and the record's line or row in that file."""
         file, row = self._locate(index)
         return file.location(row)
 
@@ -135,24 +136,25 @@ class FileRecords:
 
         Args:
             index: Index of the record.
-            before: Text to put before the reason.
+            before: Text in front of the error's reason.
         """
         try:
             yield
         except ValueError as error:
-            # The key that would accept the record.
+            # The key whose change would accept the record.
             key = f" (custom.{error.argument})" if isinstance(error, UnusableRecordError) and error.argument else ""
             raise RecordError(str(self.location(index)), f"{before}{error}{key}") from None
 
     def media_folder(self, index: int) -> str:
-        """Return the folder that relative media paths of record *index* start from."""
+        """Return the folder that relative media paths of record *index* start at."""
         return self._locate(index)[0].folder
 
     def digest(self, count: int, *, without: Sequence[int] = ()) -> str:
         """
         Return the SHA-256 of the contents and media folders of the first *count* records, in hex.
 
-        The digest is the same in every format. Digests of records are kept: none is read twice.
+        The digest does not depend on the format of the files. Digests of single records are stored,
+        so that no record is read twice.
 
         Args:
             count: Number of records.
@@ -174,8 +176,10 @@ class FileRecords:
 
     def _split_range(self, start: int, stop: int) -> Iterator[tuple[RecordFile, int, int, int]]:
         """
-        Split the indices from *start* to before *stop* into ranges of one file and at most
-        `_MAX_RANGE` records; yield file, first row, first index and number of records of each.
+        Split the indices from *start* to before *stop* into ranges within one file.
+
+        A range has at most `_MAX_RANGE` records. It is yielded as its file, first row, first index
+        and number of records.
         """
         while start < stop:
             file, row = self._locate(start)

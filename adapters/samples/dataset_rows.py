@@ -1,10 +1,10 @@
 """
-Samples and measurements of the rows of an ms-swift data set, encoded by its own template.
+Encodes and measures the rows of an ms-swift data set with ms-swift's template.
 
-A row is one sequence, or a pair of sequences: chosen and rejected. Like samples of files, sequences
-are measured from texts and headers of images; a row is as long as its sequences together. Rows with
-boxes, videos or sound are encoded in full, and so are rows for classifiers, embeddings and
-rerankers. Rows that ms-swift made by splitting long texts are encoded already.
+A row is one sequence, or a pair of sequences: chosen and rejected. The length of a row is the sum
+of its sequences' lengths. Sequences are measured from texts and image headers, like samples of
+files. Rows with boxes, videos or sound are encoded in full, and so are rows for classifiers,
+embeddings and rerankers. Rows that ms-swift made by splitting long texts are already encoded.
 """
 
 from collections.abc import Sequence
@@ -29,7 +29,7 @@ from packplan.core.samples.identity import digest_record
 from packplan.core.samples.tables import NOTHING, DataFile, MeasuredSample, Measurement, MediaFacts, RecordLocation
 
 _OTHERS = "others"
-"""Key of a sample for the fields of a sequence that only a full encode reads."""
+"""Key under which a sample has the fields of a sequence that only a full encode reads."""
 
 _READ_IN_FULL = ("videos", "audios", "objects", "mm_processor_kwargs")
 """Fields of a sequence that only a full encode reads."""
@@ -39,11 +39,11 @@ _IMAGE_PATH = "<img>"
 
 
 class DatasetRowsFile(RecordFile):
-    """Sequences of a data set's rows; a row that is a pair has two consecutive indices."""
+    """Sequences of a data set's rows; the two sequences of a pair have consecutive indices."""
 
     def __init__(self, rows: Any, *, name: str, sequences_per_row: int) -> None:
         """
-        Serve the rows of a data set as sequences.
+        Provide the rows of a data set as sequences.
 
         Args:
             rows: A `datasets.Dataset`.
@@ -57,29 +57,29 @@ class DatasetRowsFile(RecordFile):
         return len(self.rows) * self.sequences_per_row
 
     def _read_value(self, row: int) -> Any:
-        """Return the data set row that the sequence *row* belongs to."""
+        """Return the content of the data set row that sequence *row* belongs to."""
         return self.rows[row // self.sequences_per_row]
 
     def _read_digest(self, row: int) -> bytes:
         return digest_record(self[row])
 
     def location(self, row: int) -> RecordLocation:
-        """Return the data set row that sequence *row* belongs to."""
+        """Return the number, from 1, of the data set row that sequence *row* belongs to."""
         return RecordLocation(self.name, row // self.sequences_per_row + 1, self.unit)
 
     def save_digests(self) -> None:
-        """Do nothing: rows are built again at each start, so their digests are not cached."""
+        """Do nothing, since ms-swift builds the rows again at each start."""
 
 
 class DatasetRowsEncoder(SwiftEncoder):
-    """Encodes the sequences of rows by the template that ms-swift trains with."""
+    """Encodes the sequences of rows with the template that ms-swift trains with."""
 
     def __init__(self, config: RunConfig, *, template: Template, rows: DatasetRowsFile) -> None:
         """
-        Encode each sequence of a row; for tasks other than causal LM, each row as a whole.
+        Set up the encoder; for tasks other than causal LM, it encodes each row as a whole.
 
         Args:
-            config: Run of the `swift` command.
+            config: Configuration of the `swift` command's run.
             template: Template in training mode, as the command opens it.
             rows: Sequences to encode.
         """
@@ -93,7 +93,7 @@ class DatasetRowsEncoder(SwiftEncoder):
         return tuple(DataFile(file, file, "messages", len(self.rows)) for file, _ in self.records.records_per_file)
 
     def full_encode_reason(self, sample: dict[str, Any]) -> str | None:
-        """Return why a row has to be encoded in full to be measured; None if it need not be."""
+        """Return why only a full encode can measure a row; None if the shortcut can."""
         if self._kind != "causal_lm":
             return f"rows of {self._kind} are encoded in full"
         texts = (message["content"] for message in sample["messages"])
@@ -118,7 +118,7 @@ class DatasetRowsEncoder(SwiftEncoder):
         return _to_sample_dict(held)
 
     def apply_template(self, index: int, sample: dict[str, Any]) -> dict[str, Any]:
-        """Return a sequence's tokens and labels; RecordError if the template cannot encode it."""
+        """Return the tokens and labels of a sequence; RecordError if the template fails."""
         images = sample.get("images", ())
         row = {key: value for key, value in sample.items() if key != _OTHERS}
         with self.wrap_encode_errors(index):
@@ -134,10 +134,10 @@ class DatasetRowsEncoder(SwiftEncoder):
 
     def measure_and_check(self, index: int, encoded: dict[str, Any]) -> Measurement:  # noqa: ARG002  # its base names it
         """
-        Measure an encoded sequence, whose media ms-swift has checked.
+        Measure an encoded sequence; its media need no check, since ms-swift has checked them.
 
-        Videos count only towards the length. In tasks other than causal LM, a row counts as one
-        supervised token.
+        Videos only add to the length. For tasks other than causal LM, a row has one supervised
+        token.
         """
         found = measure_encoded(self.template, encoded, images=encoded[IMAGES.count_key], videos=0)
         return found if self._kind in {"causal_lm", "split texts"} else attrs.evolve(found, supervised=1)
@@ -162,12 +162,12 @@ class DatasetRowsMeasurer(SwiftMeasurer):
         return len(self._encoder.rows)
 
     def data_digest(self, count: int, *, without: Sequence[int] = ()) -> str:
-        """Return the digest of the first *count* rows, leaving out the indices *without*."""
+        """Return the digest of the first *count* rows, except those with an index in *without*."""
         left = [sequence for row in without for sequence in self._sequences(row)]
         return super().data_digest(len(self._record_indices(range(count))), without=left)
 
     def digest_and_folder(self, index: int) -> tuple[str, str]:
-        """Return the digest of row *index*, and the absolute folder of its relative media."""
+        """Return row *index*'s digest, and the absolute folder where its media paths start."""
         return super().digest_and_folder(self._sequences(index).start)
 
     def measure_in_full(self, index: int) -> Measurement:
@@ -186,7 +186,7 @@ class DatasetRowsMeasurer(SwiftMeasurer):
         return [*map(_join_outcomes, by_row)]
 
     def sequence_lengths(self, index: int) -> list[int]:
-        """Return the length of each sequence in row *index*; none of them may be bad."""
+        """Return the length of each sequence in row *index*, which must not be a bad record."""
         outcomes = super().measure_batch(self._sequences(index), in_full=False)
         return [one.measurement.length for one in outcomes if isinstance(one, MeasuredSample)]
 
@@ -198,7 +198,7 @@ class DatasetRowsMeasurer(SwiftMeasurer):
 
 
 def _join_outcomes(parts: Sequence[MeasuredSample | RecordError]) -> MeasuredSample | RecordError:
-    """Return the summed measurement of a row's sequences, or the error of its first bad one."""
+    """Return the sum of a row's measurements, or the error of its first bad sequence."""
     samples = [one for one in parts if isinstance(one, MeasuredSample)]
     if len(samples) < len(parts):
         return next(one for one in parts if isinstance(one, RecordError))
@@ -207,7 +207,7 @@ def _join_outcomes(parts: Sequence[MeasuredSample | RecordError]) -> MeasuredSam
 
 
 def _path_or_bytes(image: Any) -> Any:
-    """Return the path of a row's image, or its bytes if it is remote or inside the row."""
+    """Return the path of an image, or its content if it is remote or part of the row."""
     if isinstance(image, dict):
         image = image.get("bytes") or image.get("path") or ""
     if not isinstance(image, str):

@@ -1,16 +1,18 @@
 """
 Downloads of remote data files and media into folders on this machine.
 
-Training reads records in shuffled order, and is to need no network, so files are downloaded whole.
-Each download is stored under the digest of its content, beside a note of its URL. The server is
-asked at each start whether a data file changed. A medium is fetched once: later processes get the
-same bytes without a network, or an error if they are gone. Queries and user names in URLs may be
-credentials: no message and no note has them.
+Training reads records in shuffled order and should not need a network, so whole files are
+downloaded. Each download is stored under the digest of its content, with a note of its URL. At each
+start, the server is asked whether a data file has changed. A medium is downloaded once: later
+processes read the stored bytes without a network, and raise an error if the server has others. No
+message or note has the query or user name of a URL, since these may be credentials.
 
-fsspec's `filecache` is not used, for these reasons. It keeps no digest, so another file under the
-same name goes unnoticed, and it has no limit of size. Its index holds whole URLs, signatures
-included, in a single file that processes write without a lock. It takes a URL with a new signature
-for another file.
+fsspec's `filecache` is not used, for these reasons:
+
+- It stores no digest, so it does not notice another file under the same name.
+- It has no size limit.
+- Its index has whole URLs, signatures included, in one file that processes write without a lock.
+- It treats a URL with a new signature as another file.
 """
 
 import contextlib
@@ -32,10 +34,10 @@ from packplan.core.samples.values import UnusableRecordError
 log = logging.getLogger(__name__)
 
 MAX_BYTES = {"file": 2**36, "video": 2**33, "image": 2**26}
-"""Kind of a download -> largest size in bytes; `file` is a data file."""
+"""Largest size of a download in bytes, by its kind; `file` is a data file."""
 
 _FILE_TIMEOUTS = Timeouts(total_s=None)
-"""Timeouts of a data file."""
+"""Timeouts for downloading a data file."""
 
 _SCHEMA, _MEDIUM_SCHEMA = "packplan.place/1", "packplan.medium/1"
 
@@ -43,12 +45,12 @@ _FOLDER, _NOTE = "place-", "note.json"
 
 
 def _url_key(url: str) -> str:
-    """Return a digest of a URL without its signature, as a name for the files of its download."""
+    """Return a digest of a URL without its signature; it names the folder of the download."""
     return hashlib.sha256(strip_signature(url).encode("utf-8", "surrogatepass")).hexdigest()[:32]
 
 
 def _read_download_note(path: Path, schema: str) -> dict[str, Any] | None:
-    """Return a download's note: its URL, size and digest; None if it is missing or damaged."""
+    """Return a download's note (URL, size and digest), or None if it is missing or damaged."""
     with contextlib.suppress(CorruptArtefactError), files.wrap_write_errors(path):
         return files.read_manifest(path, schema)
     return None
@@ -67,15 +69,15 @@ def _move_download(fetched: Path, target: Path) -> None:
 
 def fetch_data_files(name: str, cache: Path) -> list[Path]:
     """
-    Download the files at a URL or URL pattern, unless an unchanged copy is there; return them.
+    Return local paths of the files at a URL or URL pattern; new and changed files are downloaded.
 
     Args:
-        name: URL; or pattern of URLs, if the scheme can list files.
+        name: URL, or a pattern of URLs if servers of its scheme can list files.
         cache: Folder of downloads.
 
     Raises:
         DataSetError: A file cannot be fetched, or no file matches.
-        OutputError: There is no room for a download.
+        OutputError: A download cannot be written, for example on a full disk.
     """
     if scheme_of(name) in {"http", "https"} or not glob.has_magic(name):
         return [_fetch_data_file(name, cache)]
@@ -90,9 +92,9 @@ def fetch_data_files(name: str, cache: Path) -> list[Path]:
 
 def remote_origin(path: Path) -> tuple[str, str] | None:
     """
-    Return the URL, without credentials, that a file was downloaded from, and the URL's folder.
+    Return the URL that a file was downloaded from, without credentials, and the URL's folder.
 
-    None for a file that was not downloaded.
+    If the file was not downloaded, None is returned.
     """
     if not path.parent.parent.name.startswith(_FOLDER):
         return None
@@ -105,7 +107,7 @@ def _unreadable_error(name: str, error: Exception) -> DataSetError:
 
 
 def _fetch_data_file(url: str, cache: Path) -> Path:
-    """Return the path of a data file's current version, downloaded if new or changed."""
+    """Return the path of a data file's current version, which is downloaded if needed."""
     folder = cache / f"{_FOLDER}{_url_key(url)}"
     files.make_folder(folder)
     with files.hold_lock(folder / "lock", f"for a copy of {mask_credentials(url)}"):
@@ -118,31 +120,31 @@ def _fetch_data_file(url: str, cache: Path) -> Path:
         except FetchError as error:
             if not has_copy:
                 raise _unreadable_error(url, error) from None
-            log.warning("%s cannot be reached: %s; the copy fetched before is read", mask_credentials(url), error)
+            log.warning("%s cannot be reached: %s; the run reads the earlier download", mask_credentials(url), error)
             return copy
         if has_copy and current.version and current == known:
             return copy
         fetched = _download_version(url, folder, current)
         if has_copy and fetched != copy:
-            log.warning("%s has changed at its source, so it was fetched again", mask_credentials(url))
+            log.warning("%s has changed on its server, so it was downloaded again", mask_credentials(url))
         return fetched
 
 
 def _download_version(url: str, folder: Path, version: FileVersion) -> Path:
-    """Download a data file; DataSetError if the remote file is no longer *version* afterwards."""
+    """Download a data file; DataSetError if it is no longer *version* after the download."""
     target, shown = folder / "fetched", mask_credentials(url)
-    # Its end says which format it has.
+    # The name's ending states the format.
     name = re.sub(r"[^\w.-]", "_", re.sub(r"[?#].*", "", url).rpartition("/")[2])[-100:].lstrip(".") or "data"
     try:
         sha256 = fetch(url, target, max_bytes=MAX_BYTES["file"], timeouts=_FILE_TIMEOUTS)
         if version != read_version(url, max_bytes=MAX_BYTES["file"], timeouts=_FILE_TIMEOUTS):
-            raise FetchError("it changed while it was fetched: start again when it is complete")  # noqa: TRY301
+            raise FetchError("it changed while it was downloaded: start again when it is complete")  # noqa: TRY301
     except FetchError as error:
         raise _unreadable_error(url, error) from None
     _move_download(target, copy := folder / sha256 / name)
     note = {"schema": _SCHEMA, "place": shown, "folder": url_folder(url), "sha256": sha256, "name": name}
     files.write_manifest(folder / _NOTE, {**note, "size": copy.stat().st_size, "version": version.version})
-    log.info("%s was copied, once, to %s", shown, copy)
+    log.info("%s was downloaded to %s", shown, copy)
     return copy
 
 
@@ -151,19 +153,19 @@ def _download_version(url: str, folder: Path, version: FileVersion) -> Path:
 
 def fetch_medium(medium: Image | Video, folder: str, cache: "MediaCache | None", *, is_video: bool = False) -> Any:
     """
-    Return the local path of a medium, or of each frame; a remote one is downloaded first.
+    Return the local path of a medium, or of each frame; a remote medium is downloaded first.
 
     An image inside the record is returned as its bytes.
 
     Args:
         medium: Path, URL or bytes of an image; path or URL of a video, or of each of its frames.
-        folder: Folder or URL that relative media of the record start at.
-        cache: Downloads of media; None refuses remote media.
+        folder: Folder or URL that relative media paths of the record start at.
+        cache: Store of downloaded media; None refuses remote media.
         is_video: Whether the medium is a video, which may be larger than an image.
 
     Raises:
         ValueError: The medium is remote, and cannot be fetched.
-        OutputError: There is no room for the download.
+        OutputError: The download cannot be written, for example on a full disk.
     """
     if isinstance(medium, bytes):
         return medium
@@ -173,43 +175,43 @@ def fetch_medium(medium: Image | Video, folder: str, cache: "MediaCache | None",
     if not is_url(url):
         return str(Path(folder, url))
     if cache is None:
-        reason = f"the record names {medium[:60]!r} at a URL: name a folder for downloads"
+        reason = f"the record has {medium[:60]!r} at a URL: name a folder for downloads"
         raise UnusableRecordError(reason, "media_cache")
     return cache.path(url, is_video=is_video)
 
 
 class MediaCache:
-    """Folder of downloaded images and videos; each is downloaded once."""
+    """Folder of downloaded images and videos, each of which is downloaded once."""
 
     def __init__(self, folder: Path, *, timeouts: Timeouts | None = None) -> None:
         """
-        Keep media in a folder, which several processes may share.
+        Store media in a folder, which several processes may share.
 
         Args:
-            folder: Folder of downloads; made if there is none.
-            timeouts: Timeouts of a medium; by default `Timeouts()`.
+            folder: Folder of downloads; it is created if it does not exist.
+            timeouts: Timeouts for downloading a medium; None means `Timeouts()`.
         """
         self.folder, self._timeouts = folder, timeouts or Timeouts()
         self._failed: dict[str, str] = {}
-        """URL that could not be fetched -> reason; this process does not try again."""
+        """Reason for each URL that could not be fetched; this process does not try it again."""
 
     def path(self, url: str, *, is_video: bool = False) -> str:
         """
-        Return the path of a medium's file, and download it first if the folder lacks it.
+        Return the path of a medium's file; download the file first if it is not in the folder.
 
         Args:
             url: URL of the medium.
             is_video: Whether the medium is a video, which may be larger than an image.
 
         Raises:
-            ValueError: The medium cannot be fetched, or is no image where one is expected.
-            OutputError: There is no room for the download.
+            ValueError: The medium cannot be fetched, or an image was expected but is not one.
+            OutputError: The download cannot be written, for example on a full disk.
         """
         if (found := self._find_file(url)) is not None:
             return found
         kind, lock = "video" if is_video else "image", self._note_file(url).with_name("lock")
         files.make_folder(lock.parent)
-        # One thread of one process fetches; those of other media seldom wait.
+        # One thread of one process fetches this medium; fetching of other media seldom waits.
         with files.hold_lock(lock, "for a medium of another process"):
             if (found := self._find_file(url)) is not None:
                 return found
@@ -228,14 +230,14 @@ class MediaCache:
         return self.folder / sha256[:2] / sha256
 
     def _find_file(self, url: str) -> str | None:
-        """Return the file of a downloaded medium; None if it is missing or incomplete."""
+        """Return the path of a downloaded medium, or None if it is missing or incomplete."""
         if (note := _read_download_note(self._note_file(url), _MEDIUM_SCHEMA)) is None:
             return None
         path = self._content_file(note["sha256"])
         return str(path) if path.is_file() and path.stat().st_size == int(note["bytes"]) else None
 
     def _fetch(self, url: str, kind: str) -> str:
-        """Download a medium, and return its path; FetchError if it changed or cannot be fetched."""
+        """Download a medium and return its path; FetchError on failure or changed content."""
         note_file = self._note_file(url)
         known, fetched = _read_download_note(note_file, _MEDIUM_SCHEMA), note_file.with_suffix(".fetched")
         try:
@@ -243,7 +245,7 @@ class MediaCache:
             if kind == "image":
                 _require_image(fetched)
             if known is not None and known["sha256"] != sha256:
-                raise FetchError("the file fetched before is gone, and the server now has a different one")
+                raise FetchError("the earlier download was deleted, and the server now has a different file")
             _move_download(fetched, target := self._content_file(sha256))
         finally:
             fetched.unlink(missing_ok=True)

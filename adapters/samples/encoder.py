@@ -1,9 +1,9 @@
 """
-Encodes records by ms-swift's template; each error names the record's file and line.
+Encodes records with ms-swift's template; each error names the record's file and line.
 
-The methods stand in the order in which a record passes them: `read_sample`, then `encode_planned`
-in training or `encode_and_measure` in measuring, and the methods that both call. Methods for
-shapes, images and videos follow.
+The methods are in the order of their calls: `read_sample`, then `encode_planned` in training or
+`encode_and_measure` in measuring, then the methods that these call. Methods for shapes, images and
+videos follow.
 """
 
 import bisect
@@ -40,26 +40,26 @@ from packplan.core.samples.tables import DataFile, Measurement, MediaFacts, Tabl
 from packplan.core.samples.tools import CALL, RESPONSE
 
 _SOUNDS = frozenset({"audio", "tts"})
-"""ms-swift's tags of models that take text and sound only."""
+"""ms-swift's tags of models whose only input besides text is sound."""
 
 _REMEDY = "name a model that reads images in model.model, such as Qwen2.5-VL"
 
 _FETCHED_AT_ONCE = 16
-"""Records whose media are fetched at the same time."""
+"""Number of records whose media are downloaded at the same time."""
 
 _TRIED = 1000
 """
-Number of first records of a file among which the first valid one is looked for. Its shape is the
-shape of the file.
+Number of first records of a file that are searched for a valid record. The shape of that record is
+the shape of the file.
 """
 
 
 class SwiftEncoder:
     """
-    Encodes records into samples by ms-swift's template.
+    Encodes records into samples with ms-swift's template.
 
     Attributes:
-        records_per_sample: 2 for pairs of a `swift` command, such as chosen and rejected; else 1.
+        records_per_sample: 2 for the pairs (chosen and rejected) of a `swift` command, else 1.
     """
 
     records_per_sample = 1
@@ -75,11 +75,11 @@ class SwiftEncoder:
             config: Run whose model, template and records are encoded.
             paths: Data files.
             template: Template in training mode.
-            cache: Folder of copies of data files that cannot be read in any order.
-            records: Records of the files, if they are open; None opens them.
+            cache: Folder of copies of data files that cannot be read in random order.
+            records: Records of *paths* if the files are already open; None opens the files.
         """
         self.config, self.paths, self.cache, self.template, custom = config, paths, cache, template, config.custom
-        # Of the process, since ms-swift opens images too.
+        # Set for the whole process, since ms-swift opens images too.
         PIL.Image.MAX_IMAGE_PIXELS = custom.max_image_pixels
         self.records = records or open_records(
             paths, max_line_bytes=custom.max_line_bytes, cache=cache, media=custom.media_dir
@@ -116,7 +116,7 @@ class SwiftEncoder:
 
     def read_sample(self, index: int) -> dict[str, Any]:
         """
-        Return record *index* as messages; its media are local paths, or the bytes of an image.
+        Return record *index* as messages, with media as local paths or as bytes of an image.
 
         Raises:
             RecordError: The record cannot become a sample.
@@ -142,7 +142,8 @@ class SwiftEncoder:
 
         Args:
             index: Index of the sample.
-            planned: Measurements that the plan is made of; int32, shape (num_records, num_columns).
+            planned: Measurements from which the plan was made; int32, shape (num_records,
+                num_columns).
         """
         expected, encoded = from_row(planned, index), self.encode(index)
         found = attrs.evolve(self.measure_and_check(index, encoded), cut=expected.cut)
@@ -154,17 +155,18 @@ class SwiftEncoder:
         """
         Encode a sample that `read_sample` returned, and measure it.
 
-        A sample above the limit of a template that truncates is encoded a second time. Whether it
-        is truncated, or happens to fit exactly, shows only without the limit.
+        The sample is first encoded without truncation. If it exceeds the limit of a template that
+        truncates, it is encoded again with the limit.
 
         Args:
             index: Index of the sample.
-            sample: Result of `read_sample`, which stays as it is.
-            compared: Compare tokens, labels and weights with ms-swift's own encode of the record.
+            sample: Result of `read_sample`, which is not changed.
+            compared: Whether to compare tokens, labels and weights with ms-swift's own encode of
+                the record.
 
         Raises:
             RecordError: The sample cannot be encoded.
-            DataSetError: ms-swift encodes it differently.
+            DataSetError: ms-swift encodes the record differently.
         """
         with without_truncation(self.template):
             encoded = self.encode(index, sample)
@@ -173,13 +175,13 @@ class SwiftEncoder:
             whole = self.measure_and_check(index, encoded)
         if self.truncation_limit is None or whole.length <= self.truncation_limit:
             return whole
-        # A row of several sequences may be longer than each may be.
+        # The limit holds for each sequence, so a row of two sequences may exceed it untruncated.
         kept = self.measure_and_check(index, self.encode(index, sample))
         return attrs.evolve(kept, cut=kept.length < whole.length)
 
     @cached_property
     def _reference(self) -> Template:
-        """Template of `swift sft`, opened again, which truncates nothing."""
+        """Unchanged template of `swift sft` for comparisons; it does not truncate."""
         whole = attrs.evolve(self.config.template, truncation_strategy=None)
         return open_template(self.config.model, whole, packing_length=0, processor=self.template.processor)
 
@@ -192,20 +194,20 @@ class SwiftEncoder:
     @property
     def truncation_limit(self) -> int | None:
         """
-        Maximum number of tokens that a sample keeps; None if samples are not truncated.
+        Number of tokens to which a longer sample is truncated; None without truncation.
 
-        Only `template.truncation_strategy: left` and `right` truncate.
+        Samples are truncated only if `template.truncation_strategy` is `left` or `right`.
         """
         limit: int | None = self.template.max_length
         return limit
 
     def encode(self, index: int, sample: dict[str, Any] | None = None) -> dict[str, Any]:
         """
-        Encode sample *index* by the template; RecordError gives the likeliest reason of a failure.
+        Encode sample *index* with the template; RecordError gives the likeliest cause of a failure.
 
         Args:
             index: Index of the sample.
-            sample: Result of `read_sample`, which stays as it is; None reads the record.
+            sample: Result of `read_sample`, which is not changed; None reads the record.
         """
         sample = self.read_sample(index) if sample is None else sample
         images, videos = sample.get("images", ()), sample.get("videos", ())
@@ -217,7 +219,7 @@ class SwiftEncoder:
         try:
             return self.apply_template(index, sample)
         except RecordError:
-            # A damaged image is the likelier reason, and a better one.
+            # A damaged image or video is a likelier cause, and a clearer message.
             with self.records.wrap_errors(index):
                 for image in images:
                     read_image_size(image, decode=True)
@@ -226,7 +228,7 @@ class SwiftEncoder:
             raise
 
     def apply_template(self, index: int, sample: dict[str, Any]) -> dict[str, Any]:
-        """Return a sample's tokens and labels; RecordError if the template cannot encode it."""
+        """Return the tokens and labels of a sample; RecordError if the template fails."""
         with self.wrap_encode_errors(index):
             encoded = dict(self.template.encode(to_swift_media(sample), return_length=True))
         _drop_masks_of_wrong_length(encoded)
@@ -236,7 +238,7 @@ class SwiftEncoder:
 
     @contextlib.contextmanager
     def wrap_encode_errors(self, index: int) -> Iterator[None]:
-        """Turn any exception in this context into a RecordError with a sample's file and line."""
+        """Turn any exception in this context into a RecordError with the sample's file and line."""
         try:
             yield
         except RecordError:
@@ -245,14 +247,14 @@ class SwiftEncoder:
             raise self.record_error(index, f"the record cannot be encoded: {type(error).__name__}: {error}") from error
 
     def _drop_binary_weights(self, index: int, encoded: dict[str, Any]) -> dict[str, Any]:
-        """Drop a sample's token weights if all are 0 or 1; RecordError if tokens lack weights."""
+        """Drop token weights if all are 0 or 1; RecordError if there is not one for each label."""
         weights = encoded.pop("loss_scale", None)
         if weights is None or set(weights) <= {0, 1}:
             return encoded
         if len(weights) != len(encoded["labels"]):
             name = self.template.template_meta.template_type
             reason = (
-                f"the record has weights of the loss, which the template {name} does not apply to its "
+                f"the record has loss weights, which the template {name} does not apply to its "
                 f"{len(encoded['labels']):,} tokens: remove loss_scale from its messages, or template.loss_scale"
             )
             raise self.record_error(index, reason)
@@ -264,16 +266,16 @@ class SwiftEncoder:
         measurement = measure_encoded(self.template, encoded, **counts)
         held = IMAGES.count(encoded)
         if held not in (None, measurement.images):
-            reason = f"the record has {counted(measurement.images, 'image')}, but its encoding holds {held:,}"
+            reason = f"the record has {counted(measurement.images, 'image')}, but its encoding has {held:,}"
             raise self.record_error(index, f"{reason}: mark each with <image> in its text")
         for kind, token, expected in self._media_tokens(measurement):
             if (found := encoded["input_ids"].count(token)) != expected:
-                reason = f"the record has {counted(found, f'{kind} token')}, but its {kind}s give {expected:,}"
+                reason = f"the record has {counted(found, f'{kind} token')}, but its {kind}s need {expected:,}"
                 raise self.record_error(index, f"{reason}: its text may contain the {kind} token itself")
         return measurement
 
     def _media_tokens(self, measurement: Measurement) -> Iterator[tuple[str, int, int]]:
-        """Yield each kind of medium, its token id, and the number of these tokens to expect."""
+        """Yield each kind of medium, the id of its token, and how many such tokens are expected."""
         images = self.image_tokens
         if images is not None and (images.patches_per_token is not None or not measurement.patches):
             yield "image", images.token_id, measurement.patches // (images.patches_per_token or 1)
@@ -283,9 +285,10 @@ class SwiftEncoder:
 
     def decode_text(self, index: int) -> list[tuple[bool, str]]:
         """
-        Return the text of sample *index* in runs of tokens: (is supervised, text) for each run.
+        Return the text of sample *index*, split where supervision starts or ends.
 
-        RecordError if the record cannot become a sample.
+        Each part is a pair: whether it is supervised, and its text. RecordError is raised if the
+        record cannot become a sample.
         """
         encoded = self.encode(index)
         pairs = zip(encoded["labels"], encoded["input_ids"], strict=True)
@@ -296,7 +299,7 @@ class SwiftEncoder:
         """
         Download the remote media of samples, several at a time.
 
-        A failed download is an error only when its sample is read.
+        A failed download raises an error only later, when its sample is read.
         """
         if self._media is not None:
             bar = progress(total=len(indices), desc="fetching media", unit=" records", delay=BRIEF_S)
@@ -309,13 +312,13 @@ class SwiftEncoder:
             self.read_sample(index)
 
     def _refuse_unsupported(self, index: int, sample: dict[str, Any]) -> None:
-        """Raise RecordError for media, tools or weights that template or machine do not support."""
+        """Raise RecordError for media, tools or weights that the template or machine cannot use."""
         name = self.template.template_meta.template_type
         for kind in ("images", "videos"):
             if kind in sample and not self.takes_images:
                 raise self.record_error(index, f"the record has {kind}, but the model reads text only", _REMEDY)
         if "videos" in sample and not self.takes_videos:
-            raise self.record_error(index, f"the record has videos, which are not read for the template {name}")
+            raise self.record_error(index, f"the record has videos, which Packplan cannot read for the template {name}")
         if "videos" in sample and (why_not := decord_fault()) is not None and "pip install" in why_not:
             raise self.record_error(index, f"the record has videos, but {why_not}")
         has_tools = "tools" in sample or any(message["role"] in {CALL, RESPONSE} for message in sample["messages"])
@@ -326,15 +329,15 @@ class SwiftEncoder:
             message.get("loss") is not None and message["role"] not in {"assistant", CALL}
             for message in sample["messages"]
         ):
-            reason = "the record has 'loss': false in a message of the user, which template.loss_scale: all trains"
-            raise self.record_error(index, f"{reason} anyway: remove it")
+            reason = "the record has 'loss': false in a message of the user, but template.loss_scale: all trains it"
+            raise self.record_error(index, f"{reason} anyway: remove the key")
 
     def copy_faults(self) -> Iterator[tuple[str, str]]:
-        """Yield each data file that differs from its copy or cached arrays, and the difference."""
+        """Yield the path of each file that differs from its copy or cache, and a message."""
         return copy_faults(self.paths, cache=self.cache)
 
     def data_files(self) -> tuple[DataFile, ...]:
-        """Return the data files, in order, each with the shape of its records."""
+        """Return the data files in order, each with its source and the shape of its records."""
         sources = source_names(self.paths, self.config.custom.source_names)
         return tuple(
             DataFile(file, sources[file], shape, records)
@@ -343,14 +346,15 @@ class SwiftEncoder:
 
     @cached_property
     def _first_shapes(self) -> list[tuple[int, str]]:
-        """Index and shape of each file's first valid record; see `_first_shape`."""
+        """Index and shape of each file's first valid record, from `_first_shape`."""
         ends = [*self.records.first_indices[1:], len(self.records)]
         return [self._first_shape(range(*place)) for place in zip(self.records.first_indices, ends, strict=True)]
 
     def _first_shape(self, indices: range) -> tuple[int, str]:
         """
-        Return index and shape of the first valid record; if the first `_TRIED` are invalid, of the
-        first whose shape is known.
+        Return the index and shape of the first valid record among *indices*.
+
+        If the first `_TRIED` records are invalid, the first record with a known shape is taken.
         """
         columns, known = self.config.custom.columns, None
         for index in indices[:_TRIED]:
@@ -363,7 +367,7 @@ class SwiftEncoder:
 
     def _refuse_mixed_shapes(self, index: int, shape: str) -> None:
         """
-        Raise RecordError if a record may not share a file with the shape of its first valid record.
+        Raise RecordError if a record's shape may not be mixed with that of its file.
 
         Args:
             index: Index of the sample.
@@ -373,7 +377,7 @@ class SwiftEncoder:
         if expected not in {"unknown", shape} and not {shape, expected} <= MIXABLE:
             reason = (
                 f"the record is of the shape {shape}, but {self.records.location(first)} is of the shape {expected}: a "
-                "file has records of one shape; put the others into a file of their own"
+                "file may have only one shape; put records of the other shape into another file"
             )
             raise self.record_error(index, reason)
 
@@ -383,8 +387,8 @@ class SwiftEncoder:
 
         Args:
             index: Index of the sample.
-            images: Paths or contents of its images.
-            decode: Read the pixels too, to find damage behind the header.
+            images: Paths or contents of the sample's images.
+            decode: Whether to decode the pixels too, to find damage behind the header.
 
         Raises:
             RecordError: An image cannot be read.
@@ -395,13 +399,13 @@ class SwiftEncoder:
     @cached_property
     def video_costs(self) -> VideoCosts | None:
         """
-        Tokens and patches of videos by size and frame count; None if each video must be decoded.
+        Method that computes the tokens and patches of videos; None if each video must be decoded.
         """
         return None if decord_fault() else VideoCosts.from_template(self.template, self.config.template)
 
     def video_facts(self, index: int, video: Video) -> VideoFacts:
         """
-        Return frames, size and digest of a video; RecordError if damaged, too long or too big.
+        Return a video's frames, size and digest; RecordError if it is damaged, too long or too big.
         """
         custom = self.config.custom
         with self.records.wrap_errors(index):
@@ -410,7 +414,7 @@ class SwiftEncoder:
             size = self.video_costs.frame_bytes(facts) if self.video_costs is not None else 0
         if size > custom.max_video_bytes:
             reason = (
-                f"the sampled frames of {facts.width} x {facts.height} of the video {_video_name(video)} take "
+                f"the sampled frames ({facts.width} x {facts.height}) of the video {_video_name(video)} take "
                 f"{counted(size, 'byte')}, but may take {custom.max_video_bytes:,}: lower template.fps_max_frames, "
                 "shrink the video, or raise custom.max_video_bytes"
             )
@@ -418,7 +422,7 @@ class SwiftEncoder:
         return facts
 
     def to_media_facts(self, facts: VideoFacts) -> MediaFacts:
-        """Return a video's facts in the form that is stored beside the lengths."""
+        """Return a video's facts in the form in which the length store has them."""
         lengths = self.video_costs
         seconds = facts.num_frames / float(facts.rate) if facts.rate else 0.0
         return facts.to_media_facts(seconds if lengths is None else lengths.seconds(facts))
@@ -430,7 +434,7 @@ class SwiftEncoder:
         Args:
             index: Index of the sample.
             video: Video of the sample.
-            sampling: Selection of frames; None decodes all.
+            sampling: Sampling of the frames to decode; None decodes all frames.
 
         Raises:
             RecordError: A frame cannot be decoded.
@@ -449,15 +453,17 @@ class SwiftEncoder:
         Args:
             index: Index of the sample.
             reason: Reason why the record cannot become a sample.
-            remedy: Advice on the run's keys; empty if the record has to be changed.
+            remedy: Advice on keys of the YAML; empty if only the record can be changed.
         """
         return RecordError(str(self.records.location(index)), reason, remedy)
 
 
 def _drop_masks_of_wrong_length(encoded: dict[str, Any]) -> None:
     """
-    Remove in place masks and token types that are not as long as the tokens: some templates make
-    them for a part of the tokens, and the model would apply them to the whole sample.
+    Remove masks and token types from *encoded* if they are not as long as the tokens.
+
+    Some templates make these for a part of the tokens, but the model would apply them to the whole
+    sample.
     """
     for key in ("attention_mask", "mm_token_type_ids", "token_type_ids"):
         if isinstance(held := encoded.get(key), torch.Tensor) and held.numel() != len(encoded["input_ids"]):
@@ -465,7 +471,7 @@ def _drop_masks_of_wrong_length(encoded: dict[str, Any]) -> None:
 
 
 def to_swift_media(sample: dict[str, Any]) -> dict[str, Any]:
-    """Return a sample with its images and videos in ms-swift's form."""
+    """Return a sample with its images and videos in the form that ms-swift expects."""
     media: dict[str, Any] = {}
     if videos := sample.get("videos"):
         media["videos"] = [list(video) if isinstance(video, tuple) else video for video in videos]
@@ -475,7 +481,7 @@ def to_swift_media(sample: dict[str, Any]) -> dict[str, Any]:
 
 
 def to_swift_images(images: Iterable[Image]) -> list[Any]:
-    """Return images in ms-swift's form: paths unchanged, bytes inside an object."""
+    """Return images as ms-swift expects them: paths unchanged, bytes inside a dict."""
     return [{"bytes": image, "path": None} if isinstance(image, bytes) else image for image in images]
 
 

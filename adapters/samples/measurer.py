@@ -1,10 +1,11 @@
 """
 Measures the samples of an encoder; plans are made from these measurements.
 
-The methods after `measure_many` stand in the order in which they measure a batch in this process:
-read each sample and split its texts into pieces, count the pieces of the batch at once
-(`shortcut.py`), and encode the remaining samples in full. Other processes, of this machine or of a
-cluster, do the same; so does the worker of a torch loader, at the end of the module.
+The methods after `measure_many` are in the order in which they measure a batch of samples. First
+each sample is read, and its texts are split into pieces. Then the pieces of the whole batch are
+counted in one call (`shortcut.py`). The remaining samples are encoded in full. Batches are measured
+in this process, in other processes, on a cluster or, at the end of the module, in the worker of a
+torch DataLoader.
 """
 
 import logging
@@ -46,56 +47,56 @@ log = logging.getLogger(__name__)
 _log_info_once = cache(log.info)
 
 AUDITED_ONE_IN = 512
-"""One in this many samples is also encoded in full, to check the shortcut."""
+"""One of this many samples is also encoded in full, to check the shortcut."""
 
 _MAX_AUDITED_KINDS = 64
-"""Most kinds of samples of which a process also encodes the first one in full."""
+"""Largest number of kinds whose first sample is also encoded in full, in each process."""
 
 _TEMPLATE_MARKS = re.compile(r"<\|\w+\|>|</?think>|<(?:image|video|audio|bbox|ref-object|cot-process|start-image)>")
-"""Marks in a text that a template may treat specially: special tokens, thoughts, media tags."""
+"""Pattern of texts that a template may treat specially: special tokens, thoughts, media tags."""
 
 AT_ONCE = ForkedProcesses.block_size
-"""Samples that a process measures at once."""
+"""Number of samples that a process measures in one batch."""
 
 _TRIED = 16
-"""Samples that this process measures at once while it decides whether a pool would be faster."""
+"""Number of samples in a batch while this process estimates whether a pool would be faster."""
 
 _AHEAD = 4
-"""Batches for each process that are queued ahead."""
+"""Number of blocks for each process that are queued ahead."""
 
 _LOADER_TIMEOUT_S = 600.0
-"""Seconds after which a loader's worker that returns no sample counts as stuck."""
+"""Seconds after which a DataLoader worker that has returned no sample counts as stuck."""
 
 
 @attrs.frozen
 class _ReadSample:
-    """Sample that was read and not yet measured, with the facts of its media."""
+    """Sample that is read but not yet measured, with the facts of its media."""
 
     index: int
     sample: dict[str, Any]
 
     facts: tuple[MediaFacts, ...]
-    """Facts of the images, then of the videos."""
+    """Facts of the sample's images, followed by those of its videos."""
 
     split: SplitSample | None
-    """Pieces of the sample; None if it has to be encoded in full."""
+    """Pieces of the sample's texts; None if the sample has to be encoded in full."""
 
 
 class SwiftMeasurer:
     """
     A `core.ports.LengthSource` over the samples of an encoder.
 
-    Samples are measured by the shortcut, from their texts and the headers of their media. Samples
-    that it does not support are encoded in full. Of the samples that it measures, some are also
-    encoded in full, and the results compared: the first of each kind in each process, and one in
-    `AUDITED_ONE_IN` of those without videos, since decoding a video takes as long as counting
-    hundreds. The first of each kind is also compared, token by token, with ms-swift's own encode of
-    its record.
+    The shortcut measures samples from their texts and the headers of their media. Samples that the
+    shortcut does not support are encoded in full. To check the shortcut, some samples that it has
+    measured are also encoded in full: the first of each kind in each process, and one in
+    `AUDITED_ONE_IN` of all samples without videos. Samples with videos are checked less often,
+    since decoding one takes as long as counting hundreds. The first sample of each kind is also
+    compared, token by token, with ms-swift's own encode of its record.
     """
 
     pool_start_s = 1.0
     """
-    Seconds that a pool of processes takes to start. No pool is started if it would save less.
+    Seconds that a pool of processes takes to start; none is started if it would save less time.
     """
 
     def __init__(
@@ -106,10 +107,11 @@ class SwiftMeasurer:
 
         Args:
             encoder: Encoder of the samples.
-            workers: Processes that measure, limited to the number of cores; with 1, the calling
-                process measures.
-            join_cluster: Function that joins a cluster, which then measures in place of processes.
-                It takes whether each sample is encoded in full. None measures by processes.
+            workers: Number of processes that measure, limited to the number of cores. With 1, the
+                calling process measures.
+            join_cluster: Function that joins a cluster, which then measures in place of local
+                processes. Its argument says whether each sample is encoded in full. None measures
+                on this machine.
         """
         self._encoder = encoder
         self._workers, self._join_cluster = min(workers, os.cpu_count() or 1), join_cluster
@@ -124,18 +126,19 @@ class SwiftMeasurer:
         return length_inputs(self._encoder.config, self._encoder.template)
 
     def data_digest(self, count: int, *, without: Sequence[int] = ()) -> str:
-        """Return the digest of the first *count* samples, leaving out the indices *without*."""
+        """Return the digest of the first *count* samples, except those at indices in *without*."""
         return self._encoder.records.digest(count, without=without)
 
     def digest_and_folder(self, index: int) -> tuple[str, str]:
-        """Return the digest of sample *index*, and the absolute folder of its relative media."""
+        """Return sample *index*'s digest, and the absolute folder where its media paths start."""
         return self._encoder.records.record_digest(index), absolute_folder(self._encoder.records.media_folder(index))
 
     def measure_in_full(self, index: int) -> Measurement:
         """
         Encode sample *index* in full and measure it; see `LengthSource`.
 
-        DataSetError if it is the first of its kind here, and ms-swift encodes it differently.
+        The first sample of each kind is compared with ms-swift's own encode; DataSetError is raised
+        if they differ.
         """
         sample = self._encoder.read_sample(index)
         return self._encoder.encode_and_measure(index, sample, compared=_is_new_kind(sample, self._compared_kinds))
@@ -155,14 +158,14 @@ class SwiftMeasurer:
         self, indices: Sequence[int], *, in_full: bool, epoch: int | None = None
     ) -> Generator[RecordOutcome, None, None]:
         """
-        Yield the outcome of each sample in the order of *indices*; see `core.ports`.
+        Yield the outcome of each sample in the order of *indices*; see `LengthSource`.
 
-        Several processes measure where that is faster.
+        Several processes measure if that is faster.
         """
         if epoch is not None or not isinstance(indices, range):
             yield from self._measure_in_loader(indices, epoch=epoch or 0)
             return
-        if self._join_cluster is not None and indices:  # whose machines fetch media themselves
+        if self._join_cluster is not None and indices:  # its machines fetch media themselves
             yield from self._measure_in_blocks(indices, self._join_cluster(in_full), in_full=in_full)
             return
         self._encoder.fetch_media(indices)
@@ -183,10 +186,10 @@ class SwiftMeasurer:
 
         Args:
             indices: Indices of the samples.
-            in_full: Encode each sample in full, without the shortcut.
+            in_full: Whether to encode each sample in full, without the shortcut.
 
         Raises:
-            ShortcutError: An audited sample encodes to another measurement than the shortcut gives.
+            ShortcutError: The full encode of a checked sample differs from the shortcut's result.
         """
         read: list[_ReadSample | RecordError] = []
         for index in indices:
@@ -203,8 +206,9 @@ class SwiftMeasurer:
 
     def _read_and_split(self, index: int, *, in_full: bool) -> _ReadSample:
         """
-        Read a sample and its media's headers, and split its texts into pieces unless *in_full*;
-        RecordError if it cannot become a sample.
+        Read a sample and the headers of its media; split its texts into pieces unless *in_full*.
+
+        RecordError is raised if the record cannot become a sample.
         """
         encoder = self._encoder
         sample = encoder.read_sample(index)
@@ -217,8 +221,10 @@ class SwiftMeasurer:
         self, index: int, sample: dict[str, Any], images: Sequence[MediaFacts], videos: Sequence[VideoFacts]
     ) -> SplitSample | None:
         """
-        Split a sample into pieces, with stand-ins for its media, and compute the media's extra
-        cost; None if it has to be encoded in full.
+        Split a sample into pieces, with stand-ins for its media.
+
+        The result also has the cost of the media beyond that of their stand-ins. None is returned
+        if the sample has to be encoded in full.
         """
         of_images = self.image_costs if images else None
         of_videos = self._encoder.video_costs if videos else None
@@ -233,20 +239,20 @@ class SwiftMeasurer:
             return None
         try:
             return counter.split(sample, sum(costs, NOTHING), **media)
-        except Exception:  # noqa: BLE001  # whatever the template raises, a full encode says with the record's place
+        except Exception:  # noqa: BLE001  # a full encode reports any error of the template with the record's file and line
             return None
 
     def _finish_measuring(self, one: _ReadSample, shortcut: Measurement | None) -> RecordOutcome:
         """
-        Return a sample's measurement, by the shortcut or by a full encode, or its error.
+        Return a sample's measurement, from the shortcut or from a full encode, or its error.
 
         Args:
             one: Sample to measure.
-            shortcut: Measurement by the shortcut; None to encode the sample in full.
+            shortcut: Measurement from the shortcut; None to encode the sample in full.
 
         Raises:
-            ShortcutError: The sample is audited, and encodes to another measurement.
-            DataSetError: It is the first of its kind, and ms-swift encodes it differently.
+            ShortcutError: The sample is encoded as a check, and the shortcut's result differs.
+            DataSetError: The sample is the first of its kind, and ms-swift encodes it differently.
         """
         limit = self._encoder.truncation_limit
         if shortcut is not None and limit is not None and shortcut.length > limit:
@@ -258,8 +264,8 @@ class SwiftMeasurer:
         try:
             encoded = self._encoder.encode_and_measure(one.index, one.sample, compared=is_new)
         except RecordError as error:
-            # For example, an image that is damaged behind a sound header. Whether it is found must
-            # not depend on whether its sample is audited.
+            # For example, an image has a valid header but damaged pixels. Whether this is found
+            # must not depend on whether the sample is drawn for a check.
             return error if shortcut is None else MeasuredSample(shortcut, one.facts)
         if shortcut is not None and encoded != shortcut:
             raise ShortcutError(str(self._encoder.records.location(one.index)), to_row(shortcut), to_row(encoded))
@@ -267,7 +273,7 @@ class SwiftMeasurer:
 
     @cached_property
     def _piece_counter(self) -> PieceCounter | None:
-        """Counter of pieces for the encoder's template; None if every sample is encoded in full."""
+        """Counter of pieces for the encoder's template; None if each sample is encoded in full."""
         template, tokens = self._encoder.template, self._encoder.image_tokens
         media = {} if tokens is None else {"image": tokens.token_id}
         if self._encoder.takes_videos:
@@ -279,7 +285,7 @@ class SwiftMeasurer:
 
     @cached_property
     def image_costs(self) -> ImageCosts | None:
-        """Tokens and patches of images by size; None if samples with images are encoded in full."""
+        """Method that computes images' tokens and patches; None if images have to be encoded."""
         lengths = find_image_costs(self._encoder.template)
         if lengths is None:
             self._log_once("the lengths of images cannot be computed, so samples with images are encoded in full")
@@ -291,7 +297,7 @@ class SwiftMeasurer:
         _log_info_once("%s: %s", self._encoder.template.template_meta.template_type, text)
 
     def _measure_in_blocks(self, indices: range, executor: BlockExecutor, *, in_full: bool) -> Generator[RecordOutcome]:
-        """Yield the outcomes of samples that other processes measure, a few blocks ahead."""
+        """Yield the outcomes of samples that other processes measure in blocks, queued ahead."""
         size = min(executor.block_size, -(-len(indices) // (2 * executor.num_workers)))
         waiting: deque[Callable[[], MeasuredBlock]] = deque()
         workers = f"lower training.packing_length_precompute_workers (now {self._workers:,}; "
@@ -304,21 +310,21 @@ class SwiftMeasurer:
                 yield from self._receive_block(waiting.popleft()(), in_full=in_full)
 
     def measure_block(self, indices: range, *, in_full: bool) -> MeasuredBlock:
-        """Measure consecutive samples; return their measurements and the records' digests."""
+        """Measure consecutive samples; return their outcomes and the digests of their records."""
         parts = (indices[start : start + AT_ONCE] for start in range(0, len(indices), AT_ONCE))
         outcomes = [one for part in parts for one in self.measure_batch(part, in_full=in_full)]
         records = self._record_indices(indices)
         return MeasuredBlock(outcomes, records, self._encoder.records.known_digests(records))
 
     def _record_indices(self, indices: range) -> range:
-        """Return the indices of the records that consecutive samples are read from."""
+        """Return the indices of the records from which the samples *indices* are read."""
         return indices
 
     def _receive_block(self, block: MeasuredBlock, *, in_full: bool) -> Sequence[RecordOutcome]:
         """
-        Store the digests of a block's records, and return its outcomes.
+        Store the digests of a block's records, and return the outcomes of its samples.
 
-        A record that is bad on another machine has to be bad on this one.
+        If another machine cannot read a record that this machine can read, RunError is raised.
         """
         self._encoder.records.add_digests(block.records, block.digests)
         for index, outcome in zip(block.records, block.outcomes, strict=True) if block.node else ():
@@ -330,7 +336,7 @@ class SwiftMeasurer:
 
     def _measure_in_loader(self, indices: Sequence[int], *, epoch: int) -> list[RecordOutcome]:
         """
-        Measure samples by full encodes in a worker of a torch DataLoader that *epoch* seeds.
+        Measure samples by full encodes in a worker of a torch DataLoader with the seed *epoch*.
         """
         loader = DataLoader(
             _FullEncodeDataset(self),
@@ -349,7 +355,7 @@ class SwiftMeasurer:
 
 
 def _is_new_kind(sample: dict[str, Any], known: set[object]) -> bool:
-    """Return whether a sample is of none of the *known* kinds, which then include its own."""
+    """Return whether a sample's kind is new, and add it to *known*."""
     kind = _sample_kind(sample)
     if kind in known or len(known) == _MAX_AUDITED_KINDS:
         return False
@@ -358,7 +364,7 @@ def _is_new_kind(sample: dict[str, Any], known: set[object]) -> bool:
 
 
 def _sample_kind(sample: dict[str, Any]) -> object:
-    """Return a hashable kind: roles, keys and marks that a template may treat specially."""
+    """Return a sample's kind: its roles, keys and marks that a template may treat specially."""
     messages = sample["messages"]
     texts = [text for message in messages if isinstance(text := message["content"], str)]
     marks = {mark for text in texts if "<" in text for mark in _TEMPLATE_MARKS.findall(text)[:8]}
@@ -372,7 +378,7 @@ def _sample_kind(sample: dict[str, Any]) -> object:
 
 
 class _FullEncodeDataset(Dataset[RecordOutcome]):
-    """Data set whose items are outcomes of full encodes."""
+    """Data set for a DataLoader, whose items are outcomes of full encodes."""
 
     def __init__(self, samples: SwiftMeasurer) -> None:
         self._samples = samples

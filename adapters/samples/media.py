@@ -1,8 +1,8 @@
 """
-Number, patches and tokens of the images and videos in an encoded sample.
+Counts the images and videos in an encoded sample, and their patches and tokens.
 
 Templates encode images as patches with a grid for each image, as slices with a grid for each slice,
-or as tiles of one size. The counts come from the encoded sample itself, for every template.
+or as tiles of one size. For every template, the counts are read from the encoded sample.
 """
 
 from __future__ import annotations
@@ -22,33 +22,33 @@ from packplan.core.errors import ConfigError
 from packplan.core.samples.tables import Measurement
 
 FRAMES_PER_LAYER = 2
-"""Frames of a video that become one layer of patches."""
+"""Number of consecutive video frames that become one layer of patches."""
 
 Encoded = Mapping[str, Any]
 
 
 DUMMY_SIZE = (56, 56)
-"""Width and height in pixels of stand-ins: black images with which other media are compared."""
+"""Width and height in pixels of stand-ins, the black images that media are compared with."""
 
 
 @attrs.frozen
 class MediaKind:
-    """Images or videos, with the keys that they have in encoded samples."""
+    """Kind of media, images or videos, with its keys in encoded samples."""
 
     count_key: str
-    """Key of the number of media of this kind; `SwiftEncoder` adds it to a sample."""
+    """Key under which `SwiftEncoder` adds the number of media to an encoded sample."""
 
     pixels: str
-    """Key of the pixels."""
+    """Key of the pixels in an encoded sample."""
 
     grids: tuple[str, ...]
-    """Keys of grids: the number of patches in each dimension, a row for each medium."""
+    """Keys of grids, which have the number of patches in each dimension, one row a medium."""
 
     slices: tuple[str, ...]
-    """Keys of grids with a row for each slice of a medium."""
+    """Keys of grids that have one row for each slice of a medium."""
 
     def count(self, encoded: Encoded) -> int | None:
-        """Return the number of media in an encoded sample; None if no grid tells them apart."""
+        """Return the number of media in an encoded sample; None if it has no grid for each."""
         found = next((encoded[key] for key in self.grids if encoded.get(key) is not None), None)
         return None if found is None else len(found)
 
@@ -57,8 +57,8 @@ class MediaKind:
         Return the number of vision patches in an encoded sample, before merging.
 
         Args:
-            encoded: Sample as its template encoded it.
-            config: Configuration of the model; it has the size of a patch if tiles are encoded.
+            encoded: Sample, encoded by its template.
+            config: Configuration of the model, which has the patch size for templates with tiles.
         """
         for key in (*self.grids, *self.slices):
             if encoded.get(key) is not None:
@@ -76,7 +76,7 @@ IMAGES = MediaKind("num_images", "pixel_values", ("image_grid_thw", "image_grid_
 
 
 def _find_patch_size(config: Any) -> int:
-    """Return the side of a patch in pixels; 1 if the model's configuration names none."""
+    """Return the side of a patch in pixels; 1 if the model's configuration does not state it."""
     vision = getattr(trained_config(config), "vision_config", None)
     size = (vision.get("patch_size") if isinstance(vision, Mapping) else getattr(vision, "patch_size", None)) or 1
     return int(size[0] if isinstance(size, (list, tuple)) else size)
@@ -87,10 +87,10 @@ def measure_encoded(template: Template, encoded: Encoded, *, images: int, videos
     Return the measurement of an encoded sample.
 
     Args:
-        template: Template that encoded it.
-        encoded: Sample as its template encoded it.
-        images: Number of images of the record.
-        videos: Number of videos of the record.
+        template: Template that encoded the sample.
+        encoded: Sample, encoded by its template.
+        images: Number of images in the record.
+        videos: Number of videos in the record.
     """
     return Measurement(
         length=encoded["length"],
@@ -115,11 +115,11 @@ def without_truncation(template: Template) -> Iterator[None]:
 
 def encode_media(template: Template, **media: list[Any]) -> dict[str, Any]:
     """
-    Encode a sample that asks a short question about some media, without truncation.
+    Encode a short question about some media, without truncation.
 
     Args:
         template: Template of a vision model.
-        **media: `images` or `videos`, as the template takes them.
+        **media: Lists `images` or `videos`, in the form that the template expects.
     """
     tags = "".join(f"<{kind[:-1]}>" * len(held) for kind, held in media.items())
     messages = [{"role": "user", "content": f"{tags}?"}, {"role": "assistant", "content": "."}]
@@ -140,12 +140,12 @@ def encode_image(template: Template, size: tuple[int, int] | None) -> dict[str, 
 
 @attrs.frozen
 class ImageTokens:
-    """Token that a template repeats, once for each patch of an image."""
+    """Token that a template repeats in a sample for the patches of an image."""
 
     token_id: int
 
     patches_per_token: int | None
-    """Number of vision patches for each token; None if it is not a whole number."""
+    """Number of vision patches for each image token; None if it is not a whole number."""
 
     @classmethod
     def from_template(cls, template: Template) -> ImageTokens:

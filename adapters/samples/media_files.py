@@ -1,12 +1,12 @@
 """
-Facts of images and videos that need no decoding.
+Reads facts of images and videos without decoding them.
 
-Sizes come from the headers of images; frames and frame rates from the containers of videos. Digests
-reveal a changed file.
+Image sizes are read from headers; frame counts and frame rates are read from video containers. A
+digest shows whether a file has changed.
 
-Frames are counted by a container's index, or by its packets if it has no index (mkv, webm). If the
-rate may vary, or frames may be hidden, the field `doubt` says so, and the video is decoded to be
-measured. A file that cannot be trained is refused, with the reason.
+Frames are counted in a container's index, or by its packets if it has no index (mkv, webm). If the
+frame rate may vary, or frames may be hidden, the field `doubt` has the reason, and the video is
+decoded to measure it. A file that cannot be used for training is refused with a reason.
 """
 
 import hashlib
@@ -31,24 +31,24 @@ from packplan.core.samples.media import Video
 from packplan.core.samples.tables import MediaFacts
 
 CONTAINERS = {"mov,mp4,m4a,3gp,3g2,mj2": "mp4", "matroska,webm": "mkv", "avi": "avi"}
-"""FFmpeg's name of a container that is read -> our name; other containers are refused."""
+"""Packplan's name of each supported container, by FFmpeg's name; all others are refused."""
 
 TRUSTED_CODECS = frozenset({"h264", "hevc", "vp8", "vp9", "mpeg4", "mjpeg"})
 """
-Codecs whose videos are measured without decoding. Videos of other codecs are decoded, which shows
-damage and missing decoders.
+Codecs whose videos are measured without decoding. Videos with other codecs are decoded, which
+reveals damage and missing decoders.
 """
 
 MAX_PIXELS = 2**26
-"""Pixels of the largest frame, 8,192 x 8,192; a header that names more is most likely damaged."""
+"""Largest number of pixels in a frame, 8,192 x 8,192; a larger size is most likely a damage."""
 
 _INDEXED = ("mp4", "avi")
 
 _JITTER = 1
-"""Units of a container's time base by which distances of its frames may differ by rounding."""
+"""Units of a container's time base by which rounding may change the distance of two frames."""
 
 _LOST_S = 0.5
-"""Seconds that frames may end before the container's duration; more means a truncated file."""
+"""Seconds by which frames may end before the container's duration; more means a truncated file."""
 
 
 def read_image_size(image: ImageSource, *, decode: bool = False) -> tuple[int, int]:
@@ -56,15 +56,15 @@ def read_image_size(image: ImageSource, *, decode: bool = False) -> tuple[int, i
     Return an image's width and height in pixels, from its header.
 
     Args:
-        image: Path of the file, or its content.
-        decode: Whether pixels are read too, to find damage behind the header.
+        image: Path of the image file, or its content.
+        decode: Whether to decode the pixels too, to find damage behind the header.
 
     Raises:
-        ValueError: The image cannot be used; the text is the reason.
+        ValueError: The image cannot be used; the message has the reason.
     """
     path = image if isinstance(image, str) else f"of {counted(len(image), 'byte')} in the record"
     try:
-        # A pipe would wait for a writer that never comes.
+        # Opening a pipe would wait for a writer that may never come.
         if isinstance(image, bytes) or stat.S_ISREG(Path(image).stat().st_mode):
             with warnings.catch_warnings():
                 warnings.simplefilter("error", Image.DecompressionBombWarning)
@@ -81,7 +81,7 @@ def read_image_size(image: ImageSource, *, decode: bool = False) -> tuple[int, i
     except UnidentifiedImageError:
         reason = f"the image {path} cannot be read, since it is damaged or not an image: cannot identify image file"
     except (OSError, SyntaxError, ValueError) as error:
-        # An error of the system quotes the path once more.
+        # The text of a system error repeats the path, so only its reason is used.
         why = getattr(error, "strerror", None) or error
         reason = f"the image {path} cannot be read, since it is damaged or not an image: {why}"
     raise ValueError(reason)
@@ -94,10 +94,10 @@ def shrink_size(width: int, height: int, max_pixels: int | None) -> tuple[int, i
     Args:
         width: Width in pixels.
         height: Height in pixels.
-        max_pixels: Limit of the template; None shrinks nothing.
+        max_pixels: Largest number of pixels that the template allows; None means no limit.
 
     Raises:
-        ValueError: A side of a narrow image would have no pixel.
+        ValueError: The image is so narrow that its shorter side would shrink to 0 pixels.
     """
     if max_pixels is None or not 0 < max_pixels < width * height:
         return width, height
@@ -115,11 +115,11 @@ def image_facts(image: ImageSource, *, decode: bool = False) -> MediaFacts:
     Return the size of an image in bytes and in pixels, and a digest of its first 64 KiB.
 
     Args:
-        image: Path of the file, or its content.
-        decode: Whether pixels are read too, to find damage behind the header.
+        image: Path of the image file, or its content.
+        decode: Whether to decode the pixels too, to find damage behind the header.
 
     Raises:
-        ValueError: The image cannot be used; the text is the reason.
+        ValueError: The image cannot be used; the message has the reason.
     """
     width, height = read_image_size(image, decode=decode)
     if isinstance(image, bytes):
@@ -139,22 +139,22 @@ class VideoFacts:
     num_bytes: int
 
     width: int
-    """Width of the frames in pixels, after the rotation that the container asks for."""
+    """Width of the frames in pixels, after the rotation that the container specifies."""
 
     height: int
     num_frames: int
 
     rate: Fraction
-    """Frames a second; 0 for listed frames, which have no rate."""
+    """Frames a second; 0 for a list of frame images, which has no rate."""
 
     head: int
-    """First eight bytes of the SHA-256 of its files' first and last 64 KiB, as a signed number."""
+    """First eight bytes of the SHA-256 of the first and last 64 KiB of its files, as an int64."""
 
     doubt: str | None = None
-    """Reason to decode the video to measure it; None if its container is enough."""
+    """Reason why the video has to be decoded to measure it; None if its container suffices."""
 
     def to_media_facts(self, seconds: float) -> MediaFacts:
-        """Return these facts in the stored form, for a video that lasts *seconds*."""
+        """Return these facts in the form in which they are stored; *seconds* is the duration."""
         doubted = int(self.doubt is not None)
         return MediaFacts(
             self.num_bytes, self.width, self.height, self.head, self.num_frames, round(1000 * seconds), doubted
@@ -163,14 +163,14 @@ class VideoFacts:
 
 def video_facts(video: Video, *, max_seconds: float) -> VideoFacts:
     """
-    Return size, frames, frame rate and digest of a video; only the first frame is decoded.
+    Return size, frame count, frame rate and digest of a video; only its first frame is decoded.
 
     Args:
-        video: Path of a file, or the paths of frames.
-        max_seconds: Longest duration that is accepted.
+        video: Path of a video file, or paths of its frames.
+        max_seconds: Longest duration in seconds that is accepted.
 
     Raises:
-        ValueError: The video cannot be used; the text is the reason.
+        ValueError: The video cannot be used; the message has the reason.
     """
     return _read_frame_files(video) if isinstance(video, tuple) else _read_container(video, max_seconds)
 
@@ -181,19 +181,19 @@ def _read_frame_files(frames: Sequence[str]) -> VideoFacts:
         sizes.add(read_image_size(frame))
         size, head = _read_size_and_ends(frame)
         if len(sizes) > 1:
-            message = f"the frame {frame} differs in size from those before it: all frames of a video need one size"
+            message = f"the frame {frame} differs in size from earlier frames: all frames of a video need one size"
             raise ValueError(message)
         total += size
         digest.update(size.to_bytes(8, "little") + head)
     ((width, height),) = sizes
     if width * height > MAX_PIXELS:
-        message = f"the frame {frames[0]} has {width:,} x {height:,}, but may have {MAX_PIXELS:,} pixels: shrink it"
+        message = f"the frame {frames[0]} is {width:,} x {height:,}, but may have {MAX_PIXELS:,} pixels: shrink it"
         raise ValueError(message)
     return VideoFacts(total, width, height, len(frames), Fraction(0), _digest_to_int(digest.digest()))
 
 
 def _read_size_and_ends(path: str) -> tuple[int, bytes]:
-    """Return the size of a file in bytes, and its first and last 64 KiB."""
+    """Return the size of a file in bytes, and its first and last 64 KiB joined."""
     with Path(path).open("rb") as file:
         size = file.seek(0, 2)
         file.seek(0)
@@ -210,7 +210,7 @@ def _read_container(path: str, max_seconds: float) -> VideoFacts:
     import av
 
     try:
-        # A pipe would wait for a writer that never comes.
+        # Opening a pipe would wait for a writer that may never come.
         if not stat.S_ISREG(Path(path).stat().st_mode):
             raise ValueError(f"the video {path} is a folder, a pipe or a device: name a video file, or list its frames")
         with open_video(path) as container:
@@ -227,7 +227,7 @@ def _read_container(path: str, max_seconds: float) -> VideoFacts:
 
 @attrs.frozen
 class _Container:
-    """Open video file; `read` returns its facts, or raises ValueError."""
+    """Open video file; `read` returns its facts."""
 
     path: str
     opened: Any
@@ -235,19 +235,19 @@ class _Container:
     max_seconds: float
 
     def read(self, head: int) -> VideoFacts:
-        """Return the facts of the video, with the digest *head*; ValueError if it is unusable."""
+        """Return the facts of the video, with the digest *head*; ValueError for a bad video."""
         import av
 
         if (kind := CONTAINERS.get(name := self.opened.format.name)) is None:
             raise self._refusal(f"is a {name} file, but only mp4, mov, mkv, webm and avi are read: encode it again")
         stream = self.opened.streams.best("video")
         codec = None if stream is None else stream.codec_context
-        if stream is None or stream.disposition & av.stream.Disposition.attached_pic:  # the cover of an album
+        if stream is None or stream.disposition & av.stream.Disposition.attached_pic:  # such as an album cover
             raise self._refusal("has no video stream")
         if codec is None:
-            raise self._refusal("has a codec that cannot be read here: encode it again, as H.264")
+            raise self._refusal("has a codec for which no decoder is installed: encode it again, as H.264")
         self._refuse_size(stream.width, stream.height)
-        if stream.frames > self.size:  # for which decord would take memory, and end the process
+        if stream.frames > self.size:  # decord would allocate memory for them, and end the process
             reason = f"claims {stream.frames:,} frames, in {counted(self.size, 'byte')}: encode it again"
             raise self._refusal(reason)
         seconds = (self.opened.duration or 0) / 1e6
@@ -276,11 +276,11 @@ class _Container:
     def _refuse_seconds(self, seconds: float) -> None:
         if seconds > self.max_seconds:
             raise self._refusal(
-                f"has {seconds:,.0f} s, but may have {self.max_seconds:,.0f}: cut it, or raise custom.max_video_s"
+                f"lasts {seconds:,.0f} s, but may last {self.max_seconds:,.0f}: cut it, or raise custom.max_video_s"
             )
 
     def _first_frame(self, stream: Any) -> tuple[Any, Iterator[Any]]:
-        """Return the first frame, decoded, and an iterator over all packets of the video."""
+        """Decode and return the first frame, with an iterator over all packets of the video."""
         packets = self.opened.demux(stream)
         read = []
         for packet in packets:
@@ -291,7 +291,7 @@ class _Container:
         raise self._refusal("has no frame that can be decoded")
 
     def _count_by_index(self, stream: Any) -> tuple[int, str | None]:
-        """Return the number of frames in the container's index, and a reason for doubt, or None."""
+        """Return the frame count of the container's index, and a reason to doubt it or None."""
         entries = stream.index_entries
         shown = [entry for entry in entries if not entry.is_discard]
         if any(entry.pos + entry.size > self.size for entry in shown):
@@ -302,7 +302,7 @@ class _Container:
         return len(entries), self._rate_doubt(stream, times)
 
     def _count_by_packets(self, stream: Any, packets: Iterator[Any], seconds: float) -> tuple[int, str | None]:
-        """Return the number of video packets, 0 if unusable, and a reason for doubt, or None."""
+        """Return the number of video packets, 0 if unusable, and a reason to doubt it or None."""
         times = []
         for packet in packets:
             if not packet.size:
@@ -320,21 +320,21 @@ class _Container:
         return len(times), self._rate_doubt(stream, times) or (None if seconds else "its header has no duration")
 
     def _has_sound_until(self, seconds: float) -> bool:
-        """Return whether the sound lasts until *seconds*, the end that the container states."""
+        """Return whether the sound lasts until *seconds*, the duration stated in the header."""
         with open_video(self.path) as again:
             sound = again.demux(audio=0) if again.streams.audio else ()
             times = (packet.pts * packet.time_base for packet in sound if packet.pts is not None)
             return any(float(time) > seconds - _LOST_S for time in times)
 
     def _rate_doubt(self, stream: Any, times: list[int]) -> str | None:
-        """Return a reason to doubt that the frame rate is constant, or None."""
+        """Return a reason to doubt that the frame rate is constant, or None without one."""
         distances = np.diff(times)
         is_even = stream.average_rate == stream.base_rate and (not distances.size or np.ptp(distances) <= _JITTER)
         return None if is_even else "its frame rate varies"
 
 
 def quarter_turns(path: str) -> int:
-    """Return the number of quarter turns, counter-clockwise, by which a player rotates a video."""
+    """Return the number of counter-clockwise quarter turns by which a player rotates a video."""
     with open_video(path) as container:
         first = next(container.decode(container.streams.best("video")))
         return _count_quarter_turns(first)
@@ -345,7 +345,7 @@ def _count_quarter_turns(frame: Any) -> int:
 
 
 def open_video(path: str) -> Any:
-    """Return the PyAV container of a video file; references to remote files are refused."""
+    """Open a video file and return its PyAV container; FFmpeg may not follow links to URLs."""
     import av
 
     return av.open(path, options={"protocol_whitelist": "file"})

@@ -1,17 +1,17 @@
 """
-Tokens and patches of images and videos, computed from their sizes without their pixels.
+Computes the tokens and patches of images and videos from their sizes, without their pixels.
 
-For images there are two methods: the arithmetic of qwen_vl_utils, by which ms-swift resizes for
-templates like Qwen-VL's, and the processor's own numbers for a size. A template uses the first
-method that agrees with encoded images of several sizes. ms-swift ignores EXIF orientation, so the
-stored width and height count.
+For images there are two methods: the arithmetic of qwen_vl_utils, by which ms-swift resizes images
+for templates like Qwen-VL's, and the numbers that the processor computes for a size. For each
+template, the first method is taken that agrees with encoded images of several sizes. Width and
+height are those in the header, since ms-swift ignores EXIF orientation.
 
 For videos, the arithmetic of qwen_vl_utils gives the number of sampled frames and their scaled
-size. Two frames make one layer of patches. Qwen3-VL writes the time of each layer before it, as
-text whose tokens are counted.
+size. Two frames make one layer of patches. Qwen3-VL writes the time of each layer as text in front
+of it, and the tokens of this text are counted too.
 
-All costs are differences from a stand-in of the same kind. So the tokens that mark media, and the
-constants of a processor, cancel out.
+All costs are differences from a stand-in of the same kind. So the tokens that mark media, and a
+processor's constant costs, cancel out.
 """
 
 from __future__ import annotations
@@ -38,36 +38,39 @@ from packplan.core.samples.tables import NOTHING, Measurement
 log = logging.getLogger(__name__)
 
 PROOF_SIZES = ((28, 28), (9, 150), (37, 411), (571, 24), (500, 333), (640, 480), (1100, 90))
-"""Widths and heights of the images on which a method has to agree with full encodes."""
+"""Widths and heights of the images for which a method has to agree with full encodes."""
 
 
 _LARGE = (150, 70)
-"""Width and height of the larger frames on which the costs of videos are checked."""
+"""Width and height in pixels of the larger test frames that check the computed costs of videos."""
 
 
 @attrs.frozen
 class ImageCosts:
-    """Method that computes the tokens and patches of images from the sizes of the images."""
+    """Method that computes the tokens and patches of an image from its size."""
 
     name: str
     """Name of the method in the log."""
 
     cost: Callable[[int, int], Measurement]
-    """Width and height in pixels -> cost of an image; ValueError if its shape is refused."""
+    """
+    Function from width and height in pixels to the cost of an image; ValueError if ms-swift refuses
+    that size.
+    """
 
     def extra_cost(self, width: int, height: int) -> Measurement:
         """
-        Return an image's cost minus the cost of the stand-in; ValueError if its shape is refused.
+        Return an image's cost minus the stand-in's cost; ValueError if ms-swift refuses its size.
         """
         return self.cost(width, height) - self.cost(*DUMMY_SIZE)
 
     def agrees_with(self, encoded: Mapping[tuple[int, int], Measurement]) -> bool:
-        """Return whether this method gives the extra cost that full encodes gave for each size."""
+        """Return whether `extra_cost` equals the value from full encodes for each size."""
         return all(self.extra_cost(*size) == cost for size, cost in encoded.items())
 
 
 def find_image_costs(template: Template) -> ImageCosts | None:
-    """Return the first method that agrees with full encodes of images of `PROOF_SIZES`, or None."""
+    """Return the first method that agrees with full encodes for all `PROOF_SIZES`, or None."""
     try:
         stand_in, *costs = (
             measure_encoded(template, encode_image(template, size), images=0, videos=0)
@@ -80,7 +83,7 @@ def find_image_costs(template: Template) -> ImageCosts | None:
     return next((way for way in _image_cost_methods(template, stand_in) if way.agrees_with(encoded)), None)
 
 
-# Processes that measure are given these, so they are functions of the module.
+# Other processes receive these functions by pickling, so they are on the module's top level.
 
 
 def _qwen_cost(patch: int, merge: int, most: int | None, width: int, height: int) -> Measurement:
@@ -100,17 +103,17 @@ def _processor_cost(processor: Any, unit: int, most: int | None, width: int, hei
 
 
 def _image_cost_methods(template: Template, stand_in: Measurement) -> Iterator[ImageCosts]:
-    """Yield methods to try for a template; *stand_in* is of a sample with a `DUMMY_SIZE` image."""
+    """Yield methods to try for a template; *stand_in* measures a sample with one stand-in image."""
     processor, most = template.processor, template.max_pixels
     images: Any = getattr(processor, "image_processor", None)
     patch: Any = getattr(images, "patch_size", None)
     merge: Any = getattr(images, "merge_size", None)
-    # A template that resizes by qwen_vl_utils names its function.
+    # A template that resizes with qwen_vl_utils calls its function `fetch_image`.
     resizes = "fetch_image" in type(template).replace_tag.__code__.co_names
     if resizes and isinstance(patch, int) and isinstance(merge, int):
         yield ImageCosts("the arithmetic of qwen_vl_utils", partial(_qwen_cost, patch, merge, most))
     if hasattr(processor, "_get_num_multimodal_tokens"):
-        # What it counts is a patch, or a tile of many.
+        # Some processors count patches, others count tiles of many patches.
         units = _processor_cost(processor, 1, most, *DUMMY_SIZE).patches
         says = partial(_processor_cost, processor, stand_in.patches // units if units else 1, most)
         yield ImageCosts(f"the sizes that {type(processor).__name__} computes", says)
@@ -118,26 +121,26 @@ def _image_cost_methods(template: Template, stand_in: Measurement) -> Iterator[I
 
 @attrs.frozen
 class VideoCosts:
-    """Tokens and patches of videos under one template, computed from their facts."""
+    """Method that computes the tokens and patches of videos under one template."""
 
     patch_size: int
     merge_size: int
     sampling: Sampling
 
     tokenizer: Any
-    """Tokenizer, if the template writes the time of each layer of frames as text; else None."""
+    """Tokenizer if the template writes the time of each layer of frames as text, else None."""
 
     @classmethod
     def from_template(cls, template: Template, config: TemplateConfig) -> VideoCosts | None:
         """
-        Return the costs of videos under a template; None if they cannot be computed.
+        Return the method for a template; None if the costs of videos cannot be computed.
 
-        They cannot if the template reads no videos, if no frame size is within its limits, or if
-        black videos have another cost when they are encoded in full.
+        They cannot be computed in three cases: the template reads no videos, its limits allow no
+        size for the test frames, or full encodes of black videos have other costs.
 
         Args:
             template: Template of a vision model.
-            config: Section `template`, with the sampling of videos.
+            config: Section `template`, whose keys set the sampling of videos.
         """
         if not reads_videos(template):
             return None
@@ -146,34 +149,34 @@ class VideoCosts:
         lengths = cls(images.patch_size, images.merge_size, video_sampling(config), stamped)
         try:
             expected = lengths.extra_cost(_black_video_facts(_LARGE, 5))
-        except ValueError:  # the run's limits leave such frames no size
+        except ValueError:  # the run's limits allow no size for such frames
             return None
         small, large = _measure_black_video(template, DUMMY_SIZE, 2), _measure_black_video(template, _LARGE, 5)
         return lengths if large - small == expected else None
 
     def extra_cost(self, facts: VideoFacts) -> Measurement:
         """
-        Return a video's cost minus the cost of the stand-in; ValueError if its shape is refused.
+        Return a video's cost minus the stand-in's cost; ValueError if qwen_vl_utils refuses it.
         """
         return self.cost(facts) - self.cost(_black_video_facts(DUMMY_SIZE, 2))
 
     def frame_bytes(self, facts: VideoFacts) -> int:
         """
-        Return the bytes of a video's sampled frames before scaling.
+        Return the memory in bytes of a video's sampled frames before scaling.
 
-        ValueError if the number or the size of its frames is refused.
+        ValueError is raised if qwen_vl_utils refuses the number or the size of the frames.
         """
         frames, _ = self._sampled_indices(facts)
         self._scaled_size(facts, len(frames))
         return len(frames) * facts.width * facts.height * 3
 
     def seconds(self, facts: VideoFacts) -> float:
-        """Return a video's duration in seconds; a list of frames has the sampling rate."""
+        """Return a video's duration in seconds; a list of frames is played at the sampling rate."""
         return facts.num_frames / float(facts.rate or self._sampling_rate())
 
     def cost(self, facts: VideoFacts) -> Measurement:
         """
-        Return a video's tokens and patches; ValueError if number or size of frames is refused.
+        Return a video's tokens and patches; ValueError if qwen_vl_utils refuses its frames.
         """
         frames, rate = self._sampled_indices(facts)
         rows, columns = self._scaled_size(facts, len(frames))
@@ -183,7 +186,7 @@ class VideoCosts:
         if self.tokenizer is not None:
             pairs = zip(frames[::FRAMES_PER_LAYER], frames[1::FRAMES_PER_LAYER], strict=True)
             times = ((first / rate + last / rate) / 2 for first, last in pairs)
-            # A layer is between two tokens of its own, behind its time.
+            # A layer has its time in front of it, and a start token and an end token around it.
             tokens += sum(_count_tokens(self.tokenizer, f"<{time:.1f} seconds>") + 2 for time in times)
         return attrs.evolve(NOTHING, length=tokens, frames=len(frames), video_patches=patches)
 
@@ -191,24 +194,22 @@ class VideoCosts:
         return float(self.sampling.get("fps", vision_process.FPS))
 
     def _sampled_indices(self, facts: VideoFacts) -> tuple[list[int], float]:
-        """Return the indices of the sampled frames, and the video's rate; ValueError if too few."""
+        """Return the indices of the sampled frames, and the frame rate; ValueError if too few."""
         if not facts.rate:
             return list(range(vision_process.ceil_by_factor(facts.num_frames, FRAMES_PER_LAYER))), self._sampling_rate()
         if facts.num_frames < FRAMES_PER_LAYER:
-            message = (
-                f"it has {counted(facts.num_frames, 'frame')}, but needs {FRAMES_PER_LAYER}: write it into 'images'"
-            )
+            message = f"it has {counted(facts.num_frames, 'frame')}, but needs {FRAMES_PER_LAYER}: use it as an image"
             raise ValueError(message)
         rate = float(facts.rate)
         number = vision_process.smart_nframes(dict(self.sampling), total_frames=facts.num_frames, video_fps=rate)
         return torch.linspace(0, facts.num_frames - 1, number).round().long().tolist(), rate
 
     def _scaled_size(self, facts: VideoFacts, num_frames: int) -> tuple[int, int]:
-        """Return the height and width of sampled frames after scaling; ValueError if refused."""
+        """Return height and width of sampled frames after scaling; ValueError if not allowed."""
         rules, given = vision_process, self.sampling
         factor = self.patch_size * rules.SPATIAL_MERGE_SIZE
         height, width = facts.height, facts.width
-        if not facts.rate:  # listed frames are first resized as images, to squares of twice the side
+        if not facts.rate:  # listed frames are first resized as images, in units of twice the side
             unit = factor * rules.SPATIAL_MERGE_SIZE
             least = given.get("min_pixels", rules.IMAGE_MIN_TOKEN_NUM * unit**2)
             most = given.get("max_pixels", rules.IMAGE_MAX_TOKEN_NUM * unit**2)
@@ -223,12 +224,10 @@ class VideoCosts:
 
 def _resized_frame_size(height: int, width: int, factor: int, least: float, most: float) -> tuple[int, int]:
     """
-    Return the height and width to which qwen_vl_utils resizes a frame; ValueError if it refuses.
+    Return the height and width of a frame after qwen_vl_utils resizes it; ValueError if it refuses.
     """
     if most < least:
-        message = (
-            f"frames may have at most {most:,.0f} pixels, and at least {least:,.0f}: set template.video_min_pixels"
-        )
+        message = f"frames need at least {least:,.0f} pixels, but may have {most:,.0f}: lower template.video_min_pixels"
         raise ValueError(message)
     try:
         rows, columns = vision_process.smart_resize(height, width, factor, least, most)
@@ -245,7 +244,7 @@ def _count_tokens(tokenizer: Any, text: str) -> int:
 
 
 def _black_video_facts(size: tuple[int, int], number: int) -> VideoFacts:
-    """Return the facts of a video of *number* listed frames, of width and height *size*."""
+    """Return the facts of a video with *number* listed frames of width and height *size*."""
     return VideoFacts(0, *size, number, Fraction(0), 0)
 
 

@@ -1,4 +1,4 @@
-"""Prompts for TRL's trainers that generate answers, such as GRPO, converted from records."""
+"""Converts records to prompts for TRL's trainers that generate answers, such as GRPO."""
 
 import io
 from collections.abc import Mapping
@@ -23,23 +23,28 @@ _ROLES = frozenset({"system", "user", "assistant"})
 
 class Prompts:
     """
-    Data set of prompts; a prompt has the index of its record.
+    Data set of prompts, in which each prompt has the index of its record.
 
-    An item has the `prompt`, all messages of a record but the last; the `answer`, the text of the
-    last message; the `record` as it was read; and, for a vision model, `images`. Reward functions
-    get all but the prompt as arguments. A TRL record with only a `prompt`, which is a text or
-    messages, is used as it is; its answer is empty.
+    An item is a dict with these keys:
+
+    - `prompt`: all messages of the record except the last
+    - `answer`: text of the last message
+    - `record`: the record as it was read
+    - `images`: images of the record, for a vision model only
+
+    Reward functions get all keys except `prompt` as arguments. If a TRL record has only a `prompt`,
+    either text or messages, the prompt is used unchanged, and the answer is empty.
     """
 
     def __init__(self, records: FileRecords, custom: CustomConfig, *, system: str | None, sees: bool) -> None:
         """
-        Serve the records of a data set as prompts.
+        Provide the records of a data set as prompts.
 
         Args:
             records: Records of the data set.
             custom: Section `custom`, which decides how a record is read.
-            system: System prompt of records without one.
-            sees: Whether the model takes images.
+            system: System prompt for records that have none.
+            sees: Whether the model accepts images.
         """
         self._records, self._system, self._sees = records, system, sees
         self._columns, self._options = custom.columns, message_options(custom)
@@ -68,12 +73,12 @@ class Prompts:
         return {**found, "images": images}
 
     def _split_answer(self, sample: Mapping[str, Any]) -> tuple[list[dict[str, Any]], str]:
-        """Split a sample into prompt, system prompt included, and answer; ValueError if unfit."""
+        """Split a sample into prompt messages and answer; ValueError if TRL cannot use it."""
         *messages, last = sample["messages"]
         if {"videos", "tools"} & set(sample) or not {message["role"] for message in messages} <= _ROLES:
-            fail("has videos or tools, which TRL's trainer does not take as data: leave it out")
+            fail("has videos or tools, which TRL's trainer does not accept as data: remove the record")
         if "images" in sample and not self._sees:
-            fail("has images, but the model reads text only: name one that reads images in model.model")
+            fail("has images, but the model reads text only: name a vision model in model.model")
         if not any(message["role"] == "user" for message in messages):
             fail("has no question before its last message")
         if self._system and messages[0]["role"] != "system":
@@ -81,14 +86,14 @@ class Prompts:
         return [{name: message[name] for name in ("role", "content")} for message in messages], last["content"]
 
     def _load_image(self, index: int, image: Image) -> PIL.Image.Image:
-        """Load an image from its bytes, or from its path relative to its record's folder."""
+        """Load an image from bytes, a URL, or a path relative to the record's media folder."""
         path = fetch_medium(image, self._records.media_folder(index), self._media)
         read_image_size(path)
         return PIL.Image.open(io.BytesIO(path) if isinstance(path, bytes) else path).convert("RGB")
 
 
 def _with_answer(record: Mapping[str, Any]) -> dict[str, Any]:
-    """Add an answer, which nothing reads, to a TRL record that has only a prompt."""
+    """Convert a TRL record that has only a prompt to messages with a placeholder answer."""
     prompt = record["prompt"]
     asked = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else list(prompt)
     media = {name: record[name] for name in ("images", "image", "videos", "tools") if name in record}
@@ -97,11 +102,11 @@ def _with_answer(record: Mapping[str, Any]) -> dict[str, Any]:
 
 def _split_text(text: str, *, tagged: bool) -> list[dict[str, str]]:
     """
-    Split a message's text into parts of text and images, as chat templates of vision models expect.
+    Split a message's text at image tags into parts, as chat templates of vision models expect.
 
     Args:
         text: Content of a message.
-        tagged: Whether each `<image>` in the text stands for an image.
+        tagged: Whether `<image>` in the text is a tag that an image replaces.
     """
     texts = text.split(_TAG) if tagged else [text]
     parts = [part for one in texts for part in ({"type": "image"}, {"type": "text", "text": one})]

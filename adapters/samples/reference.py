@@ -1,7 +1,8 @@
 """
-Comparison of a sample's encoding with ms-swift's own reading and encoding of the same record.
+Compares a sample's encoding with ms-swift's own reading and encoding of the same record.
 
-Measuring compares the first sample of each kind, so that a run trains what `swift sft` would.
+Measuring compares the first sample of each kind, so that a run trains the same tokens as `swift
+sft`.
 """
 
 import copy
@@ -32,12 +33,12 @@ def find_difference(
     Return the first difference from ms-swift's own encode of a record; empty if there is none.
 
     Args:
-        template: Template of ms-swift, which nothing has changed since it was opened.
+        template: Template of ms-swift, unchanged since it was opened.
         record: Record of the data file.
-        sample: Messages and media that the run makes of it; ms-swift gets its media and weights,
-            and all of it if it cannot read the record.
-        encoded: Sample as the run encodes it.
-        columns: Keys of the data -> keys of records, or None to ignore them.
+        sample: Messages and media that the run makes of the record. ms-swift gets the media and
+            weights from it, and all of it if ms-swift cannot read the record.
+        encoded: Sample, encoded by the run.
+        columns: New name of each renamed key of the data; None for a key that is ignored.
     """
     try:
         row = _read_by_swift(record, columns) | {name: sample[name] for name in ("images", "videos") if name in sample}
@@ -46,7 +47,7 @@ def find_difference(
                 theirs |= {name: ours[name] for name in WEIGHTS if name in ours}
         expected = template.encode(row, return_length=True)
     except Exception as error:  # noqa: BLE001  # it reads no dense captions, and fails in many ways
-        log.debug("ms-swift cannot read the record as it is written: %s: %s", type(error).__name__, error)
+        log.debug("ms-swift cannot read the record from its file: %s: %s", type(error).__name__, error)
         expected = template.encode(sample, return_length=True)
     for name, ours, theirs in zip(("token", "label", "weight"), _facts(encoded), _facts(expected), strict=True):
         for position, (one, other) in enumerate(zip_longest(ours, theirs)):
@@ -57,7 +58,7 @@ def find_difference(
 
 
 def _read_by_swift(record: Any, columns: dict[str, str | None]) -> dict[str, Any]:
-    """Return a record as ms-swift reads it from a data file, which may raise any error."""
+    """Return a record as ms-swift reads it from a data file; ms-swift may raise any error."""
     kept = {name: held for name, held in copy.deepcopy(record).items() if columns.get(name, "") is not None}
     named = Dataset.from_dict({name: [None] for name in kept})  # with values, Arrow would convert their types
     named = RowPreprocessor.safe_rename_columns(named, {name: known for name, known in columns.items() if known})
@@ -69,7 +70,7 @@ def _read_by_swift(record: Any, columns: dict[str, str | None]) -> dict[str, Any
 
 
 def _facts(encoded: Mapping[str, Any]) -> tuple[Sequence[int], Sequence[int], Sequence[float]]:
-    """Return the tokens of an encoded sample, their labels, and the weight of each label."""
+    """Return the tokens of an encoded sample, their labels, and the loss weight of each label."""
     labels, weights = encoded["labels"], encoded.get("loss_scale") or ()
     if set(weights) <= {0, 1}:  # labels say the same
         weights = [1] * len(labels)

@@ -1,7 +1,7 @@
 """
-Remote files, read through fsspec: http, S3, Google Cloud, Hugging Face, Azure.
+Reads remote files through fsspec: http, S3, Google Cloud, Hugging Face, Azure.
 
-The libraries find credentials by their own rules; no message shows them.
+fsspec's libraries find credentials by their own rules; no message shows credentials.
 """
 
 import errno
@@ -30,40 +30,40 @@ _HTTP = frozenset({"http", "https"})
 _MAX_REDIRECTS = 5
 
 _UNQUOTED = "%/:=&?~#+!$,;'@()*[]|"
-"""Characters of a URL that stay as they are; blanks and letters beyond ASCII are quoted."""
+"""Characters of a URL that are not quoted; blanks and non-ASCII letters are quoted."""
 
 _RETRIED = (429, 500, 502, 503, 504)
-"""Status codes of a server that may succeed a moment later."""
+"""HTTP status codes after which the same request may succeed a moment later."""
 
 _VERSIONS = (
     "ETag", "etag", "md5Hash", "generation", "oid", "blob_id", "LastModified", "Last-Modified", "last_modified",
     "created",
 )  # fmt: skip
-"""Keys of a file system's `info`; the first that has a value is the version of a file."""
+"""Keys of a file system's `info`; the first of them with a value is the version of a file."""
 
 _DENIED = ("Credential", "Forbidden", "Unauthorized", "AccessDenied", "NoAuth")
-"""Parts of the class names of errors for missing or insufficient credentials."""
+"""Parts of class names of errors that mean missing or insufficient credentials."""
 
 _DISK_ERRORS = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EIO})
-"""Error numbers of faults of the local disk."""
+"""Error numbers that mean a fault of the local disk."""
 
 _SECRET = re.compile(r"SECRET|TOKEN|PASSWORD|CREDENTIAL|ACCESS_KEY|ACCOUNT_KEY")
-"""Names of environment variables whose values are masked in messages."""
+"""Pattern for names of environment variables whose values are masked in messages."""
 
 _file_systems: dict[tuple[object, ...], Any] = {}
 """
-Process, scheme and timeouts -> file system, with its connections for all threads. A forked process
-makes file systems of its own. It keeps those of its parent too, since it must not close their
+File systems by process, scheme and timeouts; all threads share their connections. A forked process
+opens new file systems. It keeps references to its parent's, since it must not close the parent's
 connections.
 """
 
 
 @attrs.frozen
 class Timeouts:
-    """Timeouts in seconds for http servers; other file systems have their own."""
+    """Timeouts in seconds for http servers; other file systems use their own timeouts."""
 
     total_s: float | None = 60.0
-    """Seconds for a whole response; None waits as long as bytes arrive."""
+    """Seconds for a whole response; None waits as long as more bytes arrive."""
 
     read_s: float = 10.0
     """Seconds to wait for the next bytes."""
@@ -73,17 +73,17 @@ class Timeouts:
 
 
 class FetchError(Exception):
-    """A remote file cannot be read, and another attempt would not help or has failed too."""
+    """A remote file cannot be read, and a retry would not help or has failed too."""
 
 
 class FileVersion(NamedTuple):
     """Size and version of a remote file."""
 
     size: int | None
-    """Size in bytes; None if the server does not say."""
+    """Size in bytes; None if the server does not state it."""
 
     version: str
-    """Tag of the content, or time of the last change; empty if the server says neither."""
+    """Tag of the content, or time of the last change; empty if the server states neither."""
 
 
 def read_version(url: str, *, max_bytes: int, timeouts: Timeouts) -> FileVersion:
@@ -92,11 +92,11 @@ def read_version(url: str, *, max_bytes: int, timeouts: Timeouts) -> FileVersion
 
     Args:
         url: URL of the file.
-        max_bytes: Largest size that is accepted.
-        timeouts: Timeouts of http.
+        max_bytes: Largest size in bytes that is accepted.
+        timeouts: Timeouts for http servers.
 
     Raises:
-        FetchError: There is no such file, it is too large, or its server does not answer.
+        FetchError: The file does not exist or is too large, or its server does not respond.
     """
     info = _call_with_retries(url, timeouts, lambda system, path: system.info(path))
     if info.get("type") == "directory":
@@ -112,13 +112,13 @@ def fetch(url: str, target: Path, *, max_bytes: int, timeouts: Timeouts) -> str:
 
     Args:
         url: URL of the file.
-        target: File to write; after an error it may hold a part.
-        max_bytes: Largest size that is accepted.
-        timeouts: Timeouts of http.
+        target: Local file to write; after an error it may have a part of the content.
+        max_bytes: Largest size in bytes that is accepted.
+        timeouts: Timeouts for http servers.
 
     Raises:
         FetchError: The file cannot be fetched.
-        OutputError: There is no room for the file.
+        OutputError: The local file cannot be written, for example on a full disk.
     """
     bar = progress(desc=f"fetching {mask_credentials(url)}", unit=" bytes", delay=BRIEF_S, leave=False)
     limit = _SizeLimit(max_bytes, bar)
@@ -141,7 +141,7 @@ def list_urls(pattern: str) -> list[str]:
 
 
 class _SizeLimit(Callback):  # type: ignore[misc]  # fsspec has no types
-    """Progress callback that raises once a file is too large, before or during the download."""
+    """Progress callback that raises FetchError when a download turns out to be too large."""
 
     def __init__(self, max_bytes: int, bar: Any) -> None:
         super().__init__()
@@ -164,8 +164,9 @@ def _refuse_oversize(size: int, max_bytes: int) -> None:
 
 def _call_with_retries(url: str, timeouts: Timeouts, call: Callable[[Any, str], T]) -> T:
     """
-    Return the result of `call(file_system, path)` for a URL; retry on errors that may pass, and at
-    the end raise FetchError.
+    Return the result of `call(file_system, path)` for a URL, with retries after temporary errors.
+
+    FetchError is raised if the error is not temporary, or if all attempts fail.
     """
     for wait in (*timeouts.retry_waits_s, None):
         try:
@@ -197,11 +198,11 @@ def _open_file_system(url: str, timeouts: Timeouts) -> tuple[Any, str]:
             system = _file_systems.setdefault(key, fsspec.filesystem(scheme, use_listings_cache=False, **options))
     except ImportError as error:
         package = PACKAGES[scheme]
-        raise FetchError(f"{scheme}:// is read by another package: pip install {package or error.name}") from None
+        raise FetchError(f"{scheme}:// needs another package: pip install {package or error.name}") from None
     if scheme not in _HTTP:
         return system, str(system._strip_protocol(url))  # noqa: SLF001  # each file system's public way to take names
     if "@" in url.partition("://")[2].partition("/")[0]:
-        raise FetchError("it holds a user name or a password, which is never sent: leave it out")
+        raise FetchError("it has a user name or a password, which is never sent: leave it out")
     return system, urllib.parse.quote(url, safe=_UNQUOTED)
 
 
@@ -211,16 +212,16 @@ def _http_options(timeouts: Timeouts) -> dict[str, Any]:
 
     client = {
         "headers": {"User-Agent": "packplan", "Accept-Encoding": "identity"},
-        "requote_redirect_url": False,  # a signature is of the URL as it is written
+        "requote_redirect_url": False,  # a signature is valid only for the URL as it is written
         "timeout": aiohttp.ClientTimeout(timeouts.total_s, sock_connect=timeouts.read_s, sock_read=timeouts.read_s),
         "trust_env": True,
     }
-    # Other timeouts need another instance, with a session of its own.
+    # Without the instance cache, since each set of timeouts needs a session of its own.
     return {"client_kwargs": client, "encoded": True, "max_redirects": _MAX_REDIRECTS, "skip_instance_cache": True}
 
 
 def _describe_error(error: Exception, timeouts: Timeouts) -> tuple[str, bool]:
-    """Return a reason to show for a file system's error, and whether a retry may succeed."""
+    """Return a message for a file system's error, and whether a retry may succeed."""
     import aiohttp
 
     cause = error.__cause__
@@ -234,17 +235,17 @@ def _describe_error(error: Exception, timeouts: Timeouts) -> tuple[str, bool]:
     elif isinstance(error, FileNotFoundError) or status == http.HTTPStatus.NOT_FOUND:
         text, may_succeed = "there is no such file", False
     elif isinstance(error, aiohttp.ClientResponseError) and status:
-        asks = ": it asks for credentials, or a signature is no longer valid" if status in {401, 403} else ""
+        asks = ": it requires credentials, or a signature is no longer valid" if status in {401, 403} else ""
         text, may_succeed = f"the server answers {status} {error.message}{asks}", status in _RETRIED
     elif type(error) is TimeoutError:
         text = f"it took more than {timeouts.total_s:g} s"
     elif isinstance(error, PermissionError) or any(part in text.partition(":")[0] for part in _DENIED):
-        text = f"the server asks for credentials, or rejects those it got ({text})"
+        text = f"the server requires credentials, or rejects those that were sent ({text})"
     return text, may_succeed
 
 
 def mask_secrets(error: object) -> str:
-    """Return an error's text without credentials, in one line of at most 300 characters."""
+    """Return an error's text without credentials, as one line of at most 300 characters."""
     text = mask_credentials(" ".join(str(error).split()))
     for name, value in os.environ.items():
         if len(value) >= 8 and _SECRET.search(name.upper()):

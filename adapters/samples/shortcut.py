@@ -1,11 +1,11 @@
 """
-The shortcut: it measures many samples at once, without encoding each of them.
+The shortcut, which measures many samples in one call, without encoding each of them.
 
-ms-swift's template splits a sample into pieces of text, each trained or not. The tokenizer counts
-the tokens of the pieces of many samples in one call. Costs of images and videos follow from their
-headers and containers, as differences from stand-ins that are encoded once. Two rules of ms-swift's
-encode are repeated here. After a trained answer, the end of its turn is trained too. The first
-position is never trained.
+ms-swift's template splits a sample into pieces of text, each of which is trained or not. The
+tokenizer counts the tokens in the pieces of many samples in one call. The costs of images and
+videos are computed from headers and containers, as differences from stand-ins that are encoded
+once. Two rules of ms-swift's encode are repeated in this module. After a trained answer, the
+end-of-turn tokens are trained too. The first position is never trained.
 """
 
 # ruff: noqa: SLF001  # the template has no public way to ask for its texts
@@ -34,8 +34,8 @@ _REPLACED = (
     "_split_special_tokens",
 )  # fmt: skip
 """
-Methods of `Template` that the shortcut replaces. A template that overrides one encodes each sample
-in full.
+Methods of `Template` that the shortcut replaces. If a template overrides one of them, each sample
+is encoded in full.
 """
 
 _ANSWER = {"role": "assistant", "content": "So."}
@@ -44,42 +44,42 @@ _PROOFS: tuple[dict[str, Any], ...] = (
     {"messages": [{"role": "user", "content": "Why?"}, _ANSWER]},
     {"messages": [{"role": "user", "content": "Why?"}, _ANSWER, {"role": "user", "content": "And?"}, _ANSWER]},
 )
-"""Text samples on which the shortcut has to agree with full encodes."""
+"""Text samples for which the shortcut has to agree with full encodes."""
 
 STAND_INS: Mapping[str, Any] = {
     "image": Image.new("RGB", DUMMY_SIZE),
     "video": [Image.new("RGB", DUMMY_SIZE)] * FRAMES_PER_LAYER,
 }
-"""Kind of medium -> black image or video that stands for a medium of that kind."""
+"""Black image or video that stands in for a medium, by the kind of medium."""
 
 _FIND_TAG = re.compile("|".join(map(re.escape, Template.special_tokens))).search
 
 
 @attrs.frozen
 class Piece:
-    """Part of a sample that is tokenized separately, or that is tokens already."""
+    """Part of a sample: a text that is tokenized separately, or token ids."""
 
     content: str | list[int]
     """Text, or token ids that the template wrote."""
 
     trained: bool
-    """Whether the loss counts its tokens."""
+    """Whether the loss counts the tokens of the piece."""
 
 
 @attrs.frozen
 class SplitSample:
-    """Sample that is split into pieces, before these are tokenized."""
+    """Sample that is split into pieces, which are not yet tokenized."""
 
     pieces: list[Piece]
 
     media: Mapping[str, int]
     """
-    Kind of medium, `image` or `video` -> number in the sample; kinds that the sample lacks are left
-    out.
+    Number of media in the sample by kind, `image` or `video`; kinds that the sample lacks have no
+    entry.
     """
 
     extra: Measurement
-    """Cost of its media beyond the cost of their stand-ins."""
+    """Cost of the sample's media beyond the cost of their stand-ins."""
 
 
 @attrs.frozen
@@ -87,24 +87,24 @@ class StandInCost:
     """Cost of the black image or video that stands in for one medium of a sample."""
 
     cost: Measurement
-    """Measurement that the stand-in adds to a sample, beyond the texts of its pieces."""
+    """Measurement that the stand-in adds to a sample, beyond the tokens of the sample's texts."""
 
     mentions: int
-    """Media tokens in the texts that the template writes for the stand-in."""
+    """Number of media tokens in the texts that the template writes for the stand-in."""
 
 
 class PieceCounter:
-    """Measures samples by tokenizing the pieces into which a template splits them."""
+    """Measures samples by counting tokens in the pieces into which a template splits them."""
 
     def __init__(self, template: Template, *, tokens: Mapping[str, int]) -> None:
         """
-        Prepare a template to split samples; `find_piece_counter` finds its stand-ins.
+        Prepare a template to split samples; `find_piece_counter` adds the stand-ins.
 
         Args:
             template: Template in training mode.
-            tokens: Kind of medium that samples may have -> id of its media token.
+            tokens: Id of the media token of each kind of medium that samples may have.
         """
-        # Changes of a copy do not reach full encodes, which audit this.
+        # Changes of a copy do not affect full encodes, which check this shortcut.
         self._template = copy.copy(template)
         self._template.max_length = None
         self._template._split_special_tokens = _split_special_tokens
@@ -115,15 +115,15 @@ class PieceCounter:
         self._suffix: list[int] = self._template._encode_context_list(self._template.template_meta.suffix)[0]
         self._media_tokens = {kind: self._tokenizer.convert_ids_to_tokens(token) for kind, token in tokens.items()}
         self.stand_ins: dict[str, StandInCost] = {}
-        """Kind of medium -> cost of its stand-in; samples with other kinds are encoded in full."""
+        """Cost of the stand-in by kind of medium; samples with other kinds are encoded in full."""
 
     def split(self, sample: dict[str, Any], extra: Measurement = NOTHING, /, **media: int) -> SplitSample:
         """
-        Split a sample into pieces; an error of the template is not caught.
+        Split a sample into pieces; any error of the template is raised unchanged.
 
         Args:
-            sample: Sample from `SwiftEncoder.read_sample`, which stays as it is.
-            extra: Cost of its media beyond the cost of their stand-ins.
+            sample: Sample from `SwiftEncoder.read_sample`, which is not changed.
+            extra: Cost of the sample's media beyond the cost of their stand-ins.
             **media: Number of media of each kind, `image` and `video`.
         """
         template = self._template
@@ -147,7 +147,7 @@ class PieceCounter:
         """
         Return each sample's measurement: the tokens of its pieces and the cost of its media.
 
-        None for a sample whose own text contains a media token.
+        The entry of a sample whose own text contains a media token is None.
         """
         texts = [piece.content for sample in samples for piece in sample.pieces if isinstance(piece.content, str)]
         if self._counts_in_batches:
@@ -164,13 +164,13 @@ class PieceCounter:
         pieces = [(piece, ids) for piece, ids in pieces if len(ids)]
         supervised = sum(len(ids) for piece, ids in pieces if piece.trained)
         if pieces and pieces[0][0].trained:
-            supervised -= 1  # nothing comes before the first token
+            supervised -= 1  # no logits predict the first token
         length = sum(len(ids) for _, ids in pieces)
         texts = attrs.evolve(NOTHING, length=length, supervised=supervised + self._count_trained_turn_ends(pieces))
         return sum((one.cost for _, one, number in stand_ins for _ in range(number)), texts + sample.extra)
 
     def count_media_tokens(self, sample: SplitSample) -> Counter[str]:
-        """Return the number of media tokens of each kind in the texts of a sample."""
+        """Return how often the media token of each kind occurs in the texts of a sample."""
         texts = [piece.content for piece in sample.pieces if isinstance(piece.content, str)]
         return Counter({kind: sum(text.count(token) for text in texts) for kind, token in self._media_tokens.items()})
 
@@ -188,7 +188,7 @@ class PieceCounter:
 
 
 def _is_plain_fast_tokenizer(tokenizer: Any) -> bool:
-    """Return whether a tokenizer is transformers' fast one, without overrides of encoding."""
+    """Return whether a tokenizer is a `PreTrainedTokenizerFast` that encodes in its usual way."""
     kind = type(tokenizer)
     return (
         isinstance(tokenizer, PreTrainedTokenizerFast)
@@ -198,7 +198,7 @@ def _is_plain_fast_tokenizer(tokenizer: Any) -> bool:
 
 
 def _split_special_tokens(contexts: list[Any], weights: list[float]) -> tuple[list[Any], list[float]]:
-    """Split texts at media tags; return the parts and their weights. Most texts have no tag."""
+    """Split texts at media tags, and return the parts with their weights."""
     split: list[Any] = []
     split_weights: list[float] = []
     for context, weight in zip(contexts, weights, strict=True):
@@ -213,16 +213,16 @@ def _split_special_tokens(contexts: list[Any], weights: list[float]) -> tuple[li
 
 def find_piece_counter(template: Template, *, tokens: Mapping[str, int]) -> tuple[PieceCounter | None, str]:
     """
-    Return a counter that agrees with full encodes of a few samples, or None and the reason.
+    Return a counter that agrees with full encodes of test samples, or None and a reason.
 
     Args:
         template: Template in training mode.
-        tokens: Kind of medium that samples may have -> id of its media token; empty for a text-only
-            model.
+        tokens: Id of the media token of each kind of medium that samples may have; empty for a
+            text-only model.
     """
     kind, base = type(template), Template
     if template.task_type != "causal_lm" or template.template_backend != "swift" or template.is_encoder_decoder:
-        return None, f"it is for {template.task_type} by {template.template_backend}"
+        return None, f"its template is for the task {template.task_type} with the backend {template.template_backend}"
     replaced = _REPLACED if tokens else (*_REPLACED, "_encode")
     own = [name for name in replaced if inspect.getattr_static(kind, name) is not inspect.getattr_static(base, name)]
     if own:
@@ -231,22 +231,23 @@ def find_piece_counter(template: Template, *, tokens: Mapping[str, int]) -> tupl
     try:
         for sample in _PROOFS:
             if counter.count([counter.split(sample)]) != [_measure_with_stand_ins(template, sample)]:
-                return None, "its samples have more than their texts"
-    except Exception as error:  # noqa: BLE001  # whatever a template does not take is said of the records that have it
-        return None, f"a sample of its texts alone cannot be made ({type(error).__name__}: {error})"
+                return None, "its samples have tokens besides those of their texts"
+    except Exception as error:  # noqa: BLE001  # an error about a record is reported when the record is read
+        return None, f"a sample with text only cannot be split ({type(error).__name__}: {error})"
     for medium in tokens:
         try:
             _add_stand_in(template, counter, medium)
-        except Exception as error:  # noqa: BLE001  # a full encode says with the record's place what else is wrong
+        except Exception as error:  # noqa: BLE001  # a full encode reports errors with the record's file and line
             counter.stand_ins.pop(medium, None)
-            log.debug("samples with a medium, %s, are encoded in full: %s: %s", medium, type(error).__name__, error)
+            log.debug("samples with the medium %s are encoded in full: %s: %s", medium, type(error).__name__, error)
     return counter, ""
 
 
 def _add_stand_in(template: Template, counter: PieceCounter, medium: str) -> None:
     """
-    Add the stand-in of a kind of medium to *counter* if its cost is the same once, twice, and
-    beside other kinds in a sample.
+    Add the stand-in of a kind of medium to *counter* if its cost is constant.
+
+    The cost has to be the same in a sample with one stand-in, with two, and with other kinds.
     """
     samples = [{medium: 1}, {medium: 2}]
     if counter.stand_ins:
@@ -266,7 +267,7 @@ def _add_stand_in(template: Template, counter: PieceCounter, medium: str) -> Non
 
 
 def _measure_with_stand_ins(template: Template, sample: dict[str, Any], **media: int) -> Measurement:
-    """Encode a sample with stand-ins for its media in full, and return its measurement."""
+    """Encode a sample in full with stand-ins for its media, and return the measurement."""
     stand_ins = {f"{kind}s": [STAND_INS[kind]] * number for kind, number in media.items()}
     with without_truncation(template):
         encoded = template.encode({**sample, **stand_ins}, return_length=True)

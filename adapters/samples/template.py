@@ -1,4 +1,4 @@
-"""ms-swift's template of a model, opened without the model's weights."""
+"""Opens ms-swift's template of a model without the model's weights."""
 
 import hashlib
 import logging
@@ -66,27 +66,27 @@ PROCESSING_VARIABLES = (
 
 MEASURING_VERSION = 5
 """
-Version of this project's rules that decide lengths, from records to messages and from image
-headers to patches. Raise it with each change of a length.
+Version of Packplan's rules that decide lengths, from records to messages and from image headers to
+patches. Increase it with each change that affects a length.
 """
 
 _ANSWER = {"role": "assistant", "content": "."}
 
 _DATES = ("%Y-%m-%d", "%Y/%m/%d", "%d %b %Y", "%d %B %Y", "%b %d, %Y", "%B %d, %Y")
-"""Notations of a date that templates have written since they were imported."""
+"""Formats of a date in which templates may have written today's date when they were imported."""
 
 
 def _refuse_unproven_model(template_type: str) -> None:
     """
-    Refuse a template whose model was not shown to keep packed samples apart.
+    Refuse a template whose model has not been shown to keep packed samples apart.
 
     Raises:
-        ConfigError: `families.json` lists *template_type* as such.
+        ConfigError: `families.json` lists the template type under `unshown`.
     """
     if not may_probe_template(template_type):
         reason = (
-            f"is {template_type}, whose model reads text, images and sound in a separate part, the thinker, and was "
-            "not shown to pack: set training.packing: false"
+            f"is {template_type}, whose model reads text, images and sound in a separate part, the thinker. It was "
+            "not shown to keep packed samples apart: set training.packing: false"
         )
         raise ConfigError.for_key("template.template", reason)
 
@@ -96,14 +96,14 @@ def _refuse_unpackable(template: Template) -> None:
     Refuse a template for which ms-swift cannot collate several samples into one row.
 
     Raises:
-        ConfigError: The template does not declare that it packs.
+        ConfigError: The template's `support_padding_free` is false, or unset for a vision model.
     """
     declared = template.support_padding_free
     if declared is None:
         declared = not template.model_meta.is_multimodal
     if not declared:
         name = template.template_meta.template_type
-        reason = f"is {name}, which ms-swift does not declare to collate packed samples: set training.packing: false"
+        reason = f"is {name}, for which ms-swift does not support packed rows: set training.packing: false"
         raise ConfigError.for_key("template.template", reason)
 
 
@@ -113,14 +113,14 @@ def open_template(
     """
     Build ms-swift's template in training mode from its own arguments, without loading the model.
 
-    Its `max_length` is None unless `truncation_strategy` is left or right; its `packing` and
-    `padding_free` are *packs*.
+    The template's `max_length` is None unless `truncation_strategy` is `left` or `right`. Its
+    `packing` and `padding_free` are set to *packs*.
 
     Args:
-        model: Section `model`, whose tokenizer and processor are read.
+        model: Section `model`, from whose folder tokenizer and processor are read.
         template: Section `template`, which decides how a record becomes tokens.
         packing_length: Token limit of a pack, to which the template truncates.
-        packs: Whether samples share packs; templates that cannot collate packs are refused then.
+        packs: Whether samples share packs; if so, templates that cannot collate packs are refused.
         processor: Processor of the model; None loads it.
     """
     refuse_remote_code(model)
@@ -130,9 +130,9 @@ def open_template(
     arguments = template_arguments(model, template)
     cuts = template.truncation_strategy in {"left", "right"}
     if arguments.loss_scale != template.loss_scale:
-        _log_info_once("template.loss_scale is %s: ms-swift trains %s so", arguments.loss_scale, arguments.template)
-    # Else weights of single messages would be ignored; those that are all 1 are dropped behind the
-    # template.
+        _log_info_once("template.loss_scale is %s, set by ms-swift for %s", arguments.loss_scale, arguments.template)
+    # Otherwise weights of single messages would be ignored. Weights that are all 0 or 1 are dropped
+    # after encoding.
     arguments.is_binary_loss_scale, arguments.max_length = False, packing_length if cuts else None
     try:
         if processor is None:
@@ -147,15 +147,15 @@ def open_template(
     _refuse_media_template(opened)
     if packs:
         _refuse_unpackable(opened)
-    if not opened.tokenizer("a").input_ids:  # as without tokenizer.json, where transformers makes one without words
-        reason = f"is {model.model}, whose tokenizer has no vocabulary: copy the files of its tokenizer there"
+    if not opened.tokenizer("a").input_ids:  # without tokenizer.json, transformers makes an empty tokenizer
+        reason = f"is {model.model}, whose tokenizer has no vocabulary: copy the tokenizer's files into that folder"
         raise ConfigError.for_key("model.model", reason)
-    if not cuts:  # ms-swift fills in the model's own limit, and would refuse longer samples
+    if not cuts:  # otherwise ms-swift sets the model's own limit, and refuses longer samples
         opened.max_length = None
     opened.set_mode("train")
     opened.packing = opened.padding_free = packs
-    # ms-swift would read `<img>path</img>` in a text as an image, or put an <image> in its place;
-    # and looks for the end of each <img> through the rest of the line.
+    # ms-swift would read `<img>path</img>` in a text as an image, or replace it by <image>. It also
+    # searches the rest of the line for the end of each <img>.
     opened._replace_image_tags = _return_inputs  # noqa: SLF001  # no public way
     if leaves_images_to_model(arguments.template):
         opened._post_encode = _return_inputs  # noqa: SLF001  # no public way
@@ -167,22 +167,22 @@ def open_template(
 
 
 def render_prompt(template: Template) -> str:
-    """Return a question and its answer in a template's format; empty if it takes no text."""
+    """Return a test question with its answer in a template's format; empty if that fails."""
     inputs = StdTemplateInputs.from_dict({"messages": [{"role": "user", "content": "?"}, _ANSWER]})
     try:
         template._preprocess_inputs(inputs)  # noqa: SLF001  # no public way
         template._swift_prepare_inputs(inputs)  # noqa: SLF001  # no public way
         parts, *_ = getattr(template, f"_{template.template_backend}_encode")(inputs)
-    except Exception:  # noqa: BLE001  # whatever a template does not take is said of the records that have it
+    except Exception:  # noqa: BLE001  # an error about a record is reported when the record is read
         return ""
     return "".join(map(str, parts))
 
 
 def _stop_clock(opened: Template, template: TemplateConfig) -> None:
     """
-    Have a template write the day `template.today` where it would write today's date.
+    Make a template write the date `template.today` in place of today's date.
 
-    The clocks of ms-swift's modules are stopped, which affects every template of this process.
+    This stops the clocks of ms-swift's modules, which affects all templates in this process.
 
     Raises:
         ConfigError: The day is missing or is not a date, or the template writes no date.
@@ -202,7 +202,7 @@ def _stop_clock(opened: Template, template: TemplateConfig) -> None:
     dates = {now.strftime(notation): day.strftime(notation) for notation in _DATES}
     rest = prompts[1].replace(template.system or "", "", 1)
     if writes := prompts[0] != prompts[1] or any(date in rest for date in dates):
-        reason = f"is not set, but {name} writes today's date into prompts: to keep one date, set it, for example to "
+        reason = f"is not set, but {name} writes today's date into prompts: set one date for the whole run, such as "
         reason += f"{now:%Y-%m-%d}"
     else:
         reason = f"is set, but {name} writes no date into prompts: remove it"
@@ -219,14 +219,14 @@ def _stop_clock(opened: Template, template: TemplateConfig) -> None:
 
 
 def _set_clock(modules: Sequence[Any], day: datetime | None) -> None:
-    """Stop the clocks of *modules* on a day, or start them; they import `datetime` by this name."""
+    """Replace `datetime` in *modules* by one that always returns *day*; None undoes this."""
     clock = dict.fromkeys(("now", "today", "utcnow"), staticmethod(lambda *_, **__: day))
     for module in modules:
         module.datetime = type("StoppedClock", (datetime,), clock) if day else datetime
 
 
 def length_inputs(config: RunConfig, template: Template) -> Fingerprint:
-    """Return everything that a run's lengths depend on under *template*, except the data."""
+    """Return all inputs on which a run's lengths depend under *template*, except the data."""
     arguments = template_arguments(config.model, config.template)
     inputs: dict[str, Value] = {
         **config_length_inputs(config),
@@ -248,18 +248,17 @@ def length_inputs(config: RunConfig, template: Template) -> Fingerprint:
 
 
 def _refuse_media_template(template: Template) -> None:
-    """Raise ConfigError for a template that reads media if the model is text-only."""
+    """Raise ConfigError if a template reads media but its model is text-only."""
     reads_media = type(template).replace_tag is not Template.replace_tag
     if reads_media and not template.model_meta.is_multimodal:
         name = template.template_meta.template_type
-        reason = f"is {name}, for models of images, videos or sound, but this model reads text only: name one for text"
+        reason = f"is {name}, which is for images, videos or sound, but this model reads text only: name one for text"
         raise ConfigError.for_key("template.template", reason)
 
 
 def _template_model(template: Template, arguments: RunArguments) -> Any:
     """
-    Return a template's model; in a loader's process, which has no model, return a dummy without
-    weights.
+    Return a template's model, or a dummy without weights in a loader process, which has no model.
     """
     if template.model is None and template.dummy_model is None:
         with torch.device("meta"):
@@ -269,8 +268,9 @@ def _template_model(template: Template, arguments: RunArguments) -> Any:
 
 def _set_media_token_ids(template: Template, processor: Any) -> None:
     """
-    Set a template's media token ids from its processor and vocabulary; with the ids that ms-swift
-    has built in, an image might stay a single token.
+    Set a template's media token ids from its processor and vocabulary.
+
+    With the ids that are built into ms-swift, an image might remain a single token.
     """
     for name in ("image_token_id", "video_token_id"):
         if hasattr(template, name) and hasattr(processor, name):
@@ -292,13 +292,12 @@ def _refuse_unknown_names(template: TemplateConfig) -> None:
         names = [strategy, *names]
     if wrong := [name for name in names if name not in loss_scale_map]:
         strategies, weights = ", ".join(ALL_BASE_STRATEGY), ", ".join(sorted(loss_scale_map))
-        reason = f"has {wrong[0]!r}, but is one of {strategies}, perhaps with + and any of {weights}"
+        reason = f"has {wrong[0]!r}, but has to be one of {strategies}, optionally with + and any of {weights}"
         raise ConfigError.for_key("template.loss_scale", reason)
 
 
 def _return_inputs(_: Any, inputs: Any = None) -> Any:
     """
-    Return *inputs* unchanged, or None if there are none. This takes the place of a template's
-    method.
+    Return *inputs* unchanged, or None without them; this replaces a template's method.
     """
     return inputs

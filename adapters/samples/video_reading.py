@@ -1,9 +1,9 @@
 """
-Sampling and decoding of video frames by qwen_vl_utils and decord, as `template` in the YAML sets.
+Samples and decodes video frames with qwen_vl_utils and decord, by the YAML's section `template`.
 
-decord 0.6 fails for videos whose container rotates them by a quarter turn. PyAV reads such videos,
-and gives the same frames. If qwen_vl_utils uses another reader (torchcodec, if it is installed),
-every video is decoded to be measured.
+decord 0.6 fails on videos whose container rotates them by a quarter turn. PyAV reads such videos,
+and returns the same frames. If qwen_vl_utils uses another reader, such as an installed torchcodec,
+every video is decoded to measure it.
 """
 
 from collections.abc import Callable, Mapping
@@ -22,7 +22,7 @@ from packplan.core.errors import ConfigError
 READER = "decord"
 
 Sampling = Mapping[str, Any]
-"""Argument of qwen_vl_utils' `fetch_video` -> value that the run's section `template` sets."""
+"""Arguments of qwen_vl_utils' `fetch_video` that the run's section `template` sets, by name."""
 
 _FINDS_ALL = "packplan plan verify --decode finds all such videos"
 
@@ -34,43 +34,45 @@ _SAMPLING = {
     "max_pixels": "video_max_pixels",
     "total_pixels": "video_total_pixels",
 }
-"""Arguments of `fetch_video` -> keys of the section `template`."""
+"""Key of the section `template` for each argument of `fetch_video`."""
 
 
 def reads_videos(template: Template) -> bool:
-    """Return whether a template reads videos by qwen_vl_utils; other readers are not supported."""
+    """Return whether a template reads videos with qwen_vl_utils, the only supported way."""
     return {"qwen_vl_utils", "fetch_video"} <= set(type(template).replace_tag.__code__.co_names)
 
 
 def has_separate_video_pass(template: Template) -> bool:
-    """Return whether the vision tower runs twice, once for images and once for videos."""
+    """Return whether the model's vision tower runs once for images and again for videos."""
     return reads_videos(template) and template.version == "v3"
 
 
 def decord_fault() -> str | None:
     """
-    Return why decord, whose way to count frames is known, does not read videos here; else None.
+    Return why decord does not read videos on this machine, or None if it does.
+
+    Only decord's way to count frames is known.
     """
     found = vision_process.get_video_reader_backend()
     if found == READER:
         return None
     if found == "torchvision":
         return "no reader of videos is installed: pip install 'packplan[video]'"
-    return f"videos are read by {found}"
+    return f"videos are read by {found}, not by {READER}"
 
 
 def video_sampling(config: TemplateConfig) -> Sampling:
-    """Return the sampling arguments of qwen_vl_utils that the run sets."""
+    """Return the sampling arguments for qwen_vl_utils that the run sets, by name."""
     named = {argument: getattr(config, key) for argument, key in _SAMPLING.items()}
     return {argument: value for argument, value in named.items() if value is not None}
 
 
 def set_video_sampling(template: Template, config: TemplateConfig) -> None:
-    """Make a template sample videos as *config* says; ConfigError if it cannot."""
+    """Make a template sample videos by the keys of *config*; ConfigError if that is impossible."""
     if not reads_videos(template):
         return
     if not hasattr(template.processor, "image_processor"):  # transformers takes the tokenizer alone for one
-        reason = "has no processor of images: copy its processor_config.json or preprocessor_config.json there"
+        reason = "has no image processor: copy the model's processor_config.json or preprocessor_config.json there"
         raise ConfigError.for_key("model.model", reason)
     sampling = video_sampling(config)
     _refuse_size_limits(template, sampling)
@@ -79,21 +81,22 @@ def set_video_sampling(template: Template, config: TemplateConfig) -> None:
 
 
 def _refuse_size_limits(template: Template, sampling: Sampling) -> None:
-    """Raise ConfigError if the smallest size of frames exceeds the largest."""
+    """Raise ConfigError if the smallest allowed frame size exceeds the largest."""
     token = (template.processor.image_processor.patch_size * vision_process.SPATIAL_MERGE_SIZE) ** 2
     least = sampling.get("min_pixels", vision_process.VIDEO_MIN_TOKEN_NUM * token)
     most = sampling.get("max_pixels", vision_process.VIDEO_MAX_TOKEN_NUM * token)
     if most < least:
         key, value = ("video_max_pixels", most) if "max_pixels" in sampling else ("video_min_pixels", least)
-        reason = f"is {value:,}, but frames have at least {least:,} and at most {most:,} pixels"
+        reason = f"is {value:,}, but frames need at least {least:,} and at most {most:,} pixels"
         raise ConfigError.for_key(f"template.{key}", f"{reason}: set template.video_min_pixels, or the maximum")
 
 
 def _replace_tag(replace: Callable[..., Any], sampling: Sampling, media_type: str, index: int, inputs: Any) -> Any:
-    """Call the template's *replace* for a tag, with the run's sampling if it is a video's."""
+    """Call the template's *replace* for a media tag, with the run's sampling for a video."""
     if media_type != "video":
         return replace(media_type, index, inputs)
-    # Arguments of the template are those of images too; frames that are listed come at FPS.
+    # These arguments would change images too, so they are set for this call only. Listed frames are
+    # played at FPS.
     before, rate = inputs.chat_template_kwargs, vision_process.FPS
     inputs.chat_template_kwargs = {**before, **sampling}
     vision_process.FPS = sampling.get("fps", rate)
@@ -108,8 +111,8 @@ def decode_fault(path: str, sampling: Sampling | None = None) -> str | None:
     Decode frames of a video; return a message if that fails, else None.
 
     Args:
-        path: Path of the file.
-        sampling: Sampling arguments of the frames to decode; None decodes all, one after the other.
+        path: Path of the video file.
+        sampling: Sampling arguments of the frames to decode; None decodes all frames in order.
     """
     try:
         if sampling is None:
@@ -117,14 +120,14 @@ def decode_fault(path: str, sampling: Sampling | None = None) -> str | None:
         else:
             _read_video({"video": path, **sampling})
     except Exception as error:  # noqa: BLE001  # decord's, FFmpeg's and memory's alike are the reason
-        # decord's own begins with where in its source, when, and which check failed.
+        # decord's message begins with a place in its source, a time, and the check that failed.
         why = str(error).strip().splitlines()[0].rpartition("] ")[2].rpartition(") ")[2][-200:]
         return f"the video {path} cannot be decoded: {why}; encode it again, or remove its record ({_FINDS_ALL})"
     return None
 
 
 def _decode_all(path: str) -> None:
-    """Decode every frame of a video as training would, one frame in memory at a time."""
+    """Decode all frames of a video with training's reader, one frame in memory at a time."""
     import decord
 
     if quarter_turns(path) % 2:
@@ -138,7 +141,7 @@ def _decode_all(path: str) -> None:
 
 
 def _read_video(element: dict[str, Any]) -> tuple[torch.Tensor, dict[str, Any], float]:
-    """Return sampled frames, (frames, 3, height, width), metadata and their frames a second."""
+    """Return sampled frames (frames, 3, height, width), metadata, and sampled frames a second."""
     path = element["video"]
     if quarter_turns(path) % 2 == 0:
         read: tuple[torch.Tensor, dict[str, Any], float] = vision_process._read_video_decord(element)  # noqa: SLF001
@@ -152,7 +155,7 @@ def _read_video(element: dict[str, Any]) -> tuple[torch.Tensor, dict[str, Any], 
 
 
 def _count_frames(path: str) -> tuple[int, float]:
-    """Return the number of frames of a video, and their rate in frames a second."""
+    """Return the number of frames in a video, and its frame rate in frames a second."""
     with open_video(path) as container:
         stream = container.streams.best("video")
         return sum(packet.size > 0 for packet in container.demux(stream)), float(stream.average_rate)
@@ -160,8 +163,9 @@ def _count_frames(path: str) -> tuple[int, float]:
 
 def _decode_frames(path: str, indices: list[int]) -> np.ndarray[Any, np.dtype[np.uint8]]:
     """
-    Return the frames at ascending *indices*, rotated as a player shows them; uint8, (frames,
-    height, width, 3).
+    Return the frames at ascending *indices*, rotated as a player shows them.
+
+    The dtype is uint8, the shape (frames, height, width, 3).
     """
     kept = []
     with open_video(path) as container:

@@ -287,12 +287,12 @@ def test_a_folder_is_a_data_set(tmp_path, monkeypatch):
         if folder.name != "hub":
             assert (str(folder), f"{folder}, row 7") == (records.media_folder(0), str(records.location(6)))
     (reason,) = file_faults([str(tmp_path / "both")])
-    assert "both holds several splits: name one of its folders, test, train" in reason
+    assert "both has several splits: name one of its folders, test, train" in reason
     (shards / "test-00000-of-00001.parquet").write_bytes(parquet(RECORDS))
-    with pytest.raises(DataSetError, match=r"several data sets: name one of them, data/test\*.parquet, data/train\*"):
+    with pytest.raises(DataSetError, match=r"several data sets: name one of data/test\*.parquet, data/train\*"):
         opened(tmp_path / "hub")
     monkeypatch.setattr(data_files, "_MOST_ENTRIES", 3)
-    with pytest.raises(DataSetError, match=r"hub holds more than 3 files and folders, .*: name its data files"):
+    with pytest.raises(DataSetError, match=r"hub has more than 3 files and folders, .*: name its data files"):
         opened(tmp_path / "hub")
     outside = '{"_data_files": [{"filename": "../set.jsonl"}]}'
     for state, says in ((outside, "names files outside of its folder"), ("[]", "was not written by datasets")):
@@ -398,11 +398,11 @@ RANDOM = lines([{"t": hashlib.sha256(str(number).encode()).hexdigest()} for numb
         ("a.json", b'[{"a": 1}, {"a": [', r"row 2 is not a JSON value \(Expecting value\): the file may be truncated"),
         ("a.json", b'[{"a": 1} {"a": 2}]', "row 1 is not followed by a comma"),
         ("a.json", b'[{"a": 1}, ]', "row 1 is the last of the array, but a comma follows it"),
-        ("a.json", b'[{"a": 1}] 2', "row 1 is the last of the array, but more follows"),
+        ("a.json", b'[{"a": 1}] 2', "row 1 is the last of the array, but more text follows"),
         ("a.json", b"[" * 100_000, "row 1 is nested too deeply"),
         ("a.json", b"[]", "holds no record"),
         ("a.jsonl", b"\n  \n", "holds no record"),
-        ("a.zip", b"PK\x03\x04\x14\0xx", "is neither text nor in a format that is read: unpack it"),
+        ("a.zip", b"PK\x03\x04\x14\0xx", "is neither text nor in a supported format"),
         ("a.jsonl.gz", gzip.compress(gzip.compress(b"{}", mtime=0), mtime=0), "is neither text nor .*unpack it"),
         *(
             (f"a.jsonl.{end}", pack(RANDOM)[:60_000], r"line 1,\d\d\d: the rest of the file cannot be read \(Truncated")
@@ -447,7 +447,7 @@ NO_TEXT = "has a name or a folder that is not valid UTF-8: rename it"
     ("name", "says"),
     [
         ("pipe.jsonl", "is a pipe or a device: name"),
-        ("", r"is not a folder of datasets\.save_to_disk: name"),
+        ("", r"was not written by datasets\.save_to_disk: name"),
         ("gone.jsonl", r"gone\.jsonl cannot be read"),
         ("a.jsonl#100", r"#100 asks ms-swift for .*: name the file, or .* a mix .*, count: 100"),
         (os.fsdecode(b"\xe9/*.jsonl"), NO_TEXT),
@@ -467,7 +467,7 @@ def test_what_names_no_data_file_is_refused_and_not_waited_for(tmp_path, name, s
 def test_a_writer_that_ends_early_leaves_no_copy(tmp_path, monkeypatch):
     """Killed, or on a full disk, which is named: the next start makes it, whatever was left."""
     path = write(tmp_path, "a.parquet")
-    with pytest.raises(DataSetError, match="unpack or convert it"):
+    with pytest.raises(DataSetError, match="unpack it, or convert it"):
         open_records((str(path),))
     full = OSError(28, "No space left on device")
     for fault, raised in ((KeyboardInterrupt(), KeyboardInterrupt), (full, OutputError)):
@@ -655,7 +655,7 @@ def test_a_later_start_knows_a_file_by_what_is_cached(tmp_path, name, hide_chang
     records = opened(path)
     assert digest == records.digest(50)
     (reason,) = faults(path)
-    assert f"{records.location(41).unit} {records.location(41).number} differs from what" in reason
+    assert f"{records.location(41).unit} {records.location(41).number} differs from its digest" in reason
     assert rows[40] == records.read_checked(40)
     cause = f"; delete {text}: the next run" if text != path else "content was"
     with pytest.raises(StaleError, match=cause):

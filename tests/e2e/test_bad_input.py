@@ -162,7 +162,7 @@ MISSING = "model.layers.1.mlp.up_proj.weight"
            f"has eos_token_id {end} in {{}}/generation_config.json, which is neither a token id nor")
           for end in (1.5, "end", {"a": 1}, [1, "a"])),
         ("qwen2_5_vl", lambda model: (model / "processor_config.json").unlink(),
-         "has no processor of images: copy its processor_config.json"),
+         "has no image processor: copy the model's processor_config.json"),
     ],
 )  # fmt: skip
 def test_a_model_whose_files_do_not_go_together_is_named(demo, outcome, tmp_path, of, spoil, says):  # noqa: PLR0917  # fixtures

@@ -144,12 +144,12 @@ def test_a_file_that_changed_is_copied_again(objects, tmp_path, caplog):
         objects.held["/bucket/a.jsonl"] = content
         assert content == copied(f"{objects.url}/bucket/a.jsonl", tmp_path)
         assert sent == objects.sent["/bucket/a.jsonl"]
-    assert "a.jsonl has changed at its source, so it was fetched again" in caplog.text
+    assert "a.jsonl has changed on its server, so it was downloaded again" in caplog.text
 
     objects.held.clear()
 
     assert b"second" == copied(f"{objects.url}/bucket/a.jsonl", tmp_path)
-    assert "there is no such file; the copy fetched before is read" in caplog.text
+    assert "there is no such file; the run reads the earlier download" in caplog.text
 
 
 def copied(place: str, folder: Path) -> bytes:
@@ -185,7 +185,7 @@ def test_a_file_that_changes_while_it_is_fetched_is_refused(objects, tmp_path, m
         plain(self, size)
 
     monkeypatch.setattr(remote_files._SizeLimit, "relative_update", changing)
-    with pytest.raises(DataSetError, match=r"b\.jsonl cannot be read: it changed while it was fetched"):
+    with pytest.raises(DataSetError, match=r"b\.jsonl cannot be read: it changed while it was downloaded"):
         copied(f"{objects.url}/bucket/b.jsonl", tmp_path)
     assert not list(tmp_path.rglob("b.jsonl"))
 
@@ -244,7 +244,7 @@ def test_a_place_that_asks_for_credentials_is_one_line(objects, data, run, monke
     objects.held["/bucket/data/one.jsonl"] = json.dumps(asked("say", images=[f"{place}/images/1.jpg"])).encode()
     for words, named in ((f"{place}/records.jsonl", "records.jsonl"), (f"{open_place}/one.jsonl", "images/1.jpg")):
         objects.asked.clear()
-        (line,) = [line for line in run(words, status=2).splitlines() if "asks for" in line]
+        (line,) = [line for line in run(words, status=2).splitlines() if "requires credentials" in line]
         assert f"{place}/{named}" in line
         assert objects.asked[f"/private/data/{named}"] <= 4
 
@@ -254,7 +254,7 @@ def test_what_could_name_files_of_this_machine_is_refused(objects, run, tmp_path
     (tmp_path / "mine.jsonl").write_text(json.dumps(asked("mine")))
     for place in (f"file://{tmp_path}/mine.jsonl", f"{objects.url}/a::file://{tmp_path}/mine.jsonl"):
         assert "which is not read: name a file, or a URL" in run(place, status=2, model="qwen2")
-    assert "gs:// is read by another package: pip install gcsfs" in run("gs://a/b.jsonl", status=2, model="qwen2")
+    assert "gs:// needs another package: pip install gcsfs" in run("gs://a/b.jsonl", status=2, model="qwen2")
     VideoSpec(num_frames=5).write(tmp_path / "mine.ts.mp4")
     playlist = f"#EXTM3U\n#EXT-X-TARGETDURATION:5\n#EXTINF:5,\nfile://{tmp_path}/mine.ts.mp4\n#EXT-X-ENDLIST\n"
     objects.held["/bucket/list.m3u8"] = playlist.encode()
@@ -362,7 +362,7 @@ def test_another_image_in_place_of_one_that_is_gone_is_refused(cache, objects):
 
     first.unlink()
     objects.held["/red.png"] = picture("black")
-    with pytest.raises(ValueError, match="the server now has a different one"):
+    with pytest.raises(ValueError, match="the server now has a different file"):
         cache().path(url)
     (note,) = cache().folder.rglob("*.json")
     note.write_text("{}")
@@ -371,7 +371,7 @@ def test_another_image_in_place_of_one_that_is_gone_is_refused(cache, objects):
 
 def test_no_server_is_asked_with_a_password(cache, objects):
     """Nor is it in the message."""
-    with pytest.raises(ValueError, match="it holds a user name or a password") as raised:
+    with pytest.raises(ValueError, match="it has a user name or a password") as raised:
         cache().path(f"{objects.url.replace('//', '//me:hidden@')}/red.png")
     assert "hidden" not in str(raised.value)
     assert 0 == objects.asked["/red.png"]

@@ -125,8 +125,8 @@ def test_no_template_writes_another_date_tomorrow(dated_model):
             assert (name in refused) == any(date in prompt for date in ("2020-02-03", "03 Feb 2020"))
 
     assert {
-        f"template.today is not set, but {name} writes today's date into prompts: to keep one date, set it, "
-        f"for example to {today}" for name in refused
+        f"template.today is not set, but {name} writes today's date into prompts: set one date for the whole run, "
+        f"such as {today}" for name in refused
     } == {*refused.values()}  # fmt: skip
     found = Path(swift.template.__file__).parent.rglob("*.py")
     assert {file.stem for file in found if "strftime" in file.read_text()} <= modules

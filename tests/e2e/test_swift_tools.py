@@ -175,7 +175,7 @@ def test_what_a_template_cannot_tell_is_refused(encoder, files, tmp_path):
     assert samples.encode(1)
     with pytest.raises(RecordError, match=r"has tools, which the template .* set template\.agent_template"):
         samples.encode(0)
-    with pytest.raises(RecordError, match=r"which template\.loss_scale: all trains anyway"):
+    with pytest.raises(RecordError, match=r"but template\.loss_scale: all trains it anyway"):
         encoder(silent, loss_scale="all").encode(0)
 
 

@@ -233,7 +233,7 @@ def test_what_cannot_be_counted_is_refused_by_record(vision_run, folder, tmp_pat
     for in_full in (True, False):
         said = list(samples.measure_many(range(3), in_full=in_full))
         assert [RecordError, RecordError] == [type(one) for one in said[:2]]
-        assert "bad.jsonl, line 1: the record has 1 image token, but its images give 0" in str(said[0])
+        assert "bad.jsonl, line 1: the record has 1 image token, but its images need 0" in str(said[0])
         assert "its text may contain the image token itself" in str(said[0])
         assert 1 == said[2].measurement.images
 
@@ -283,7 +283,7 @@ def test_what_was_not_shown_to_pack_is_refused_by_name(vision_run, model_type, n
     """Whether the packages of its template are installed or not; and by its model type alone."""
     says = refused(vision_run("internvl", model={"model_type": model_type}, template={"template": named}))
 
-    assert re.search(r"template\.template is qwen3_omni, .* not shown to pack: set training", says)
+    assert re.search(r"template\.template is qwen3_omni, .* not shown to keep packed samples apart: set training", says)
 
 
 def test_all_templates_that_declare_packing_are_on_the_page():
@@ -345,7 +345,7 @@ def test_records_that_only_ears_and_eyes_take_are_refused(vision_run, tmp_path, 
 
     said = [str(one) for one in samples.measure_many(range(2), in_full=False)]
     assert "line 1: the record has 'audios': " in said[0]
-    assert "line 2: the record has videos, which are not read for the template qwen2_5_omni" in said[1]
+    assert "line 2: the record has videos, which Packplan cannot read for the template qwen2_5_omni" in said[1]
 
 
 class Seeing(torch.nn.Module):

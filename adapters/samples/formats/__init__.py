@@ -1,3 +1,3 @@
 """
-Readers of records, one for each file format; formats without random access are converted first.
+Readers of data files by format; files without random access are first converted to a copy.
 """

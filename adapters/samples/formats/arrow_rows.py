@@ -1,4 +1,4 @@
-"""Rows of memory-mapped Arrow files that `datasets.save_to_disk` or a conversion wrote."""
+"""Reads rows of memory-mapped Arrow files, from `datasets.save_to_disk` or converted Parquet."""
 
 from __future__ import annotations
 
@@ -16,24 +16,24 @@ from packplan.core.errors import DataSetError
 from packplan.core.samples.identity import digest_record, digest_unreadable
 
 MAX_UNPACKED = 2**26
-"""Bytes that opening Arrow files may allocate; more means compressed files, which are refused."""
+"""Bytes that opening Arrow files may allocate; more means that they are compressed (refused)."""
 
 MOST_HELD = 2**25
-"""Bytes read of a mapped file after which its pages are released."""
+"""Number of bytes read from a mapped file after which its pages are released."""
 
 READ_AROUND = 2**21
-"""Most bytes that the system maps around a byte that is read, if they are in its page cache."""
+"""Largest number of cached bytes that the system maps around a byte that is read."""
 
 _STATE, _SPLITS = "state.json", "dataset_dict.json"
 
 
 def is_arrow_folder(path: Path) -> bool:
     """
-    Return whether `datasets.save_to_disk` wrote a folder; DataSetError if it has several splits.
+    Return whether `datasets.save_to_disk` wrote a folder; DataSetError for one of several splits.
     """
     if (path / _SPLITS).is_file():
         splits = ", ".join(sorted(entry.name for entry in path.iterdir() if (entry / _STATE).is_file()))
-        raise DataSetError(f"{path} holds several splits: name one of its folders, {splits}")
+        raise DataSetError(f"{path} has several splits: name one of its folders, {splits}")
     return (path / _STATE).is_file()
 
 
@@ -71,8 +71,8 @@ class ArrowFile(RecordFile):
 
     def _open_part(self, part: Path, allocated_before: int) -> Iterator[_MappedBatch]:
         """
-        Map an Arrow file, and yield its batches; DataSetError if it is compressed, or has two
-        columns of one name.
+        Map an Arrow file, and yield its batches; DataSetError if it is compressed, or if two
+        columns have the same name.
         """
         import pyarrow as pa
 
@@ -115,9 +115,9 @@ class MappedFile:
     """
     Memory-mapped content of a file, with a limit on its resident pages.
 
-    Mapped pages count as memory of the process, although the system could take them back. A run in
-    shuffled order would map the whole file in time. Released pages stay in the system's cache, and
-    are mapped again when they are read.
+    Mapped pages count as memory of the process, although the system can reclaim them. A run that
+    reads in shuffled order would eventually map the whole file. Released pages stay in the system's
+    page cache, and are mapped again when they are read.
     """
 
     def __init__(self, path: Path) -> None:
@@ -127,7 +127,7 @@ class MappedFile:
         self._held = 0
 
     def count_read(self, num_bytes: int) -> None:
-        """Count bytes that were read; after every `MOST_HELD` bytes, release the mapped pages."""
+        """Add to the number of bytes read; after each `MOST_HELD` bytes, release mapped pages."""
         self._held += num_bytes
         if self._held > MOST_HELD:
             self.bytes.madvise(mmap.MADV_DONTNEED)
@@ -143,14 +143,14 @@ class _MappedBatch:
         self._is_sound = False
 
     def validate(self) -> None:
-        """Check all offsets and texts of the batch, once; ArrowException if one is damaged."""
+        """Check all offsets and texts at the first call; ArrowException if the batch is damaged."""
         if not self._is_sound:
             self.batch.validate(full=True)
             self._mapped.count_read(self._size)
             self._is_sound = True
 
     def row(self, number: int) -> Any:
-        """Return row *number* of the batch as Python values."""
+        """Return row *number* of the batch as a dict of Python values."""
         value = self.batch.slice(number, 1).to_pylist()[0]
         row_bytes = self._size // self.batch.num_rows
         self._mapped.count_read(min(row_bytes + self._num_places * READ_AROUND, self._size + 2 * READ_AROUND))
@@ -158,7 +158,7 @@ class _MappedBatch:
 
 
 def _read_batches(mapped: MappedFile) -> Iterator[Any]:
-    """Yield the record batches of a mapped Arrow file or stream, without copying them."""
+    """Yield the record batches of a memory-mapped Arrow file or stream, without a copy."""
     import pyarrow as pa
 
     held = pa.py_buffer(mapped.bytes)
@@ -170,7 +170,7 @@ def _read_batches(mapped: MappedFile) -> Iterator[Any]:
 
 
 def _refuse_duplicate_columns(name: str, columns: list[str]) -> None:
-    """Raise DataSetError if two columns have one name; only the last would be read."""
+    """Raise DataSetError if columns share a name, since only the last would be read."""
     if twins := [column for number, column in enumerate(columns) if column in columns[:number]]:
         raise DataSetError(f"{name} has two columns {twins[0]!r}, and one would be ignored: rename one")
 
@@ -181,7 +181,7 @@ def _reason(error: Exception) -> str:
 
 def drop_nulls(value: Any) -> Any:
     """
-    Return a value without the null entries of its objects: a column holds null for an absent key.
+    Return a value without null entries of objects, since Arrow stores null for an absent key.
     """
     if isinstance(value, dict):
         return {key: drop_nulls(held) for key, held in value.items() if held is not None}

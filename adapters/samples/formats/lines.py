@@ -1,4 +1,4 @@
-"""JSON Lines files: each record is read at its byte position, and parsed as strict JSON."""
+"""Reads records of JSON Lines files at their byte positions, and parses them as strict JSON."""
 
 import json
 import math
@@ -20,25 +20,25 @@ from packplan.core.samples.identity import digest_record, digest_unreadable
 from packplan.core.samples.tables import RecordLocation
 
 CHUNK = 2**20
-"""Most bytes of a line that are read at once."""
+"""Largest number of bytes of a line that are read in one call."""
 
 LONGEST_PARSED = 2**25
 """
-Most bytes of a record that is parsed. A longer one is refused, and its digest is of its text
-instead of its value.
+Largest size in bytes of a record that is parsed. A larger record is refused, and its digest is that
+of its text, not of its value.
 """
 
 
 _KEPT: set[int] = set()
-"""Descriptors that stay open; files beyond `_most_kept` are opened for each read."""
+"""File descriptors that stay open; if `_most_kept` are open, a file is opened for each read."""
 
 _TOO_LONG = "the number of more than 4,300 digits is too large: write it as text, in quotes"
-"""Reason in place of Python's, which names a function of `sys`."""
+"""Reason that replaces Python's message, which names a function of `sys`."""
 
 
 class LinesFile(RecordFile):
     """
-    Records of a JSON Lines file, one on each line, found by byte position; blank lines are skipped.
+    Records of a JSON Lines file, one a line, read by byte position; blank lines are skipped.
 
     Attributes:
         spans: Start byte, end byte and line number of each record; int64, shape (num_records, 3).
@@ -55,13 +55,13 @@ class LinesFile(RecordFile):
         return {"spans": self.spans.reshape(-1), **super()._arrays_to_cache()}
 
     def cache_fault(self) -> str | None:
-        """Read the whole file; return a message if it differs from its cached arrays, else None."""
+        """Return how the file differs from its cached arrays, or None; reads the whole file."""
         if self._is_cached and not np.array_equal(self._scan(), self.spans):
-            return f"its records are not where {self._cache.path} says: delete that file, and build again"
+            return f"its records differ from the positions in {self._cache.path}: delete that file, and build again"
         return super().cache_fault()
 
     def _scan(self) -> NDArray[np.int64]:
-        """Return start, end and line of each record; shape (num_records, 3)."""
+        """Return start byte, end byte and line number of each record; shape (num_records, 3)."""
         found = array("q")
         bar = progress(desc=f"reading {self.path.name}", unit=" bytes", leave=False, delay=BRIEF_S)
         with self.path.open("rb") as file, bar:
@@ -107,7 +107,7 @@ class LinesFile(RecordFile):
         return {**super().__getstate__(), "_descriptor": None}
 
     def _read_text(self, start: int, end: int) -> Iterator[bytes]:
-        """Yield a record's bytes in blocks, without surrounding blanks."""
+        """Yield a record's bytes in blocks, without leading and trailing blanks."""
         if end - start <= CHUNK:
             yield self._read_bytes(start, end).strip()
             return
@@ -119,7 +119,7 @@ class LinesFile(RecordFile):
             yield self._read_bytes(place, min(place + CHUNK, end))
 
     def _read_bytes(self, start: int, end: int) -> bytes:
-        """Return the bytes from *start* to before *end*, read without mapping the file."""
+        """Read and return the bytes from *start* to before *end*; the file is not mapped."""
         kept = self._descriptor
         descriptor = os.open(self.path, os.O_RDONLY | os.O_CLOEXEC) if kept is None else kept
         if kept is None and len(_KEPT) < _most_kept():
@@ -127,7 +127,7 @@ class LinesFile(RecordFile):
             _KEPT.add(descriptor)
             weakref.finalize(self, _close_kept, descriptor)
         try:
-            # At a place, since processes that were forked share the file's own position.
+            # pread, since forked processes share the descriptor's own position.
             return os.pread(descriptor, end - start, start)
         finally:
             if kept is None:
@@ -136,13 +136,13 @@ class LinesFile(RecordFile):
 
 def _most_kept() -> int:
     """
-    Return the number of files that may stay open: a quarter of the files that the process may open.
+    Return the number of files that may stay open: a quarter of the process's limit of open files.
     """
     return resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 4
 
 
 def _close_kept(descriptor: int) -> None:
-    """Close a descriptor that stayed open."""
+    """Close a descriptor of `_KEPT` when its file object is collected."""
     _KEPT.discard(descriptor)
     os.close(descriptor)
 
@@ -156,7 +156,7 @@ def _parse_record(text: bytes) -> Any:
             parse_float=_parse_float,
             object_pairs_hook=_to_unique_object,
         )
-        # One byte is found much sooner than three are, in images of a megabyte.
+        # In images of a megabyte, searching for one byte is much faster than for three.
         if b"\\" in text and (b"\\ud" in text or b"\\uD" in text):
             json.dumps(value, ensure_ascii=False).encode()
     except UnicodeEncodeError as error:
@@ -186,12 +186,12 @@ def _refuse_constant(name: str) -> None:
 
 def _to_unique_object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     """
-    Build an object from keys and values; ValueError for a key that occurs twice, since JSON would
-    keep only the last.
+    Build a dict from keys and values; ValueError for a repeated key, since `dict` would keep only
+    the last value.
     """
     found = dict(pairs)
     if len(found) < len(pairs):
-        # In one pass: counting each name would take hours in a long line.
+        # In one pass, since counting each name separately would take hours in a long line.
         twice = next(name for name, times in Counter(name for name, _ in pairs).items() if times > 1)
         raise ValueError(f"the key {twice!r} is written twice in one object")
     return found

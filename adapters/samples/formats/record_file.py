@@ -1,10 +1,10 @@
 """
-Records of one file in any format, and their digests.
+Records of one file in any format, and the digests of these records.
 
 Positions and digests of records are cached on disk, so that a later start need not read the file.
-As in git, a file counts as unchanged if its size, times and inode are. Nothing is cached of a file
-that was written a moment ago. Each record is compared with its digest when it is read as a sample;
-only verification reads all of them.
+As in git, a file counts as unchanged if its size, times and inode are unchanged. A file that was
+written less than two seconds ago is not cached. Each record is compared with its digest when it is
+read as a sample. Only verification reads all records.
 """
 
 import hashlib
@@ -28,31 +28,31 @@ log = logging.getLogger(__name__)
 
 VERSION = 1
 """
-Version of cached arrays; raise it if digests or positions of records are computed differently.
+Version of cached arrays; increase it if digests or positions of records are computed differently.
 """
 
 MIN_CACHED_BYTES = 2**20
-"""Smallest file whose arrays are cached: smaller files are read in a moment."""
+"""Smallest file size in bytes for which arrays are cached, since smaller files are read fast."""
 
 _SCHEMA = f"packplan.kept/{VERSION}"
 
 SETTLED_NS = 2 * 10**9
-"""Nanoseconds since a file's last change after which a further change alters its times."""
+"""Nanoseconds after a change of a file; any later change is sure to alter the file's times."""
 
 
 class FileCache:
-    """Arrays about a data file, cached in a folder; they are valid while the file is unchanged."""
+    """Cache of arrays about a data file, which are valid while the file is unchanged."""
 
     def __init__(self, folder: Path | None, parts: Sequence[Path], *, kind: str, is_copy: bool = False) -> None:
         """
-        Note the file's current size, times and inode, before its content is read.
+        Store the file's current size, times and inode; call this before reading its content.
 
         Args:
             folder: Folder of cached arrays; None caches nothing.
-            parts: The file, or its parts.
-            kind: Meaning of the arrays, a part of their file name.
-            is_copy: Whether the file is a copy that is named by the digest of its content. Only its
-                size is compared; other changes are found when a record is read.
+            parts: Paths of the file's parts, one for a file in one piece.
+            kind: Meaning of the arrays, which becomes a part of their file name.
+            is_copy: Whether the file is a copy that is named by the digest of its content. Then
+                only its size is compared; other changes are found when a record is read.
         """
         self._parts, self._is_copy = tuple(parts), is_copy
         self._state = self._read_state()
@@ -64,7 +64,7 @@ class FileCache:
         self.path = None if folder is None or is_small else folder / f"{key}-records.json"
 
     def load(self) -> dict[str, NDArray[Any]] | None:
-        """Return the cached arrays; None if there are none, or the file has changed since."""
+        """Return the cached arrays; None if there are none, or if the file has changed."""
         if self.path is None:
             return None
         try:
@@ -80,8 +80,8 @@ class FileCache:
         """
         Cache arrays, and return whether they were written.
 
-        They are not written if the disk is full, if the data file is small, or if it may have
-        changed while it was read.
+        Arrays are not written if the disk is full, the data file is small, or the data file may
+        have changed while it was read.
         """
         if self.path is None or not self._is_settled or self.file_changed():
             return False
@@ -107,7 +107,7 @@ class FileCache:
 
     @property
     def sizes(self) -> list[int]:
-        """Bytes of each part of the file."""
+        """Size in bytes of each part of the file."""
         return [one["size"] for one in self._state]
 
     def _read_state(self) -> list[dict[str, int]]:
@@ -115,7 +115,7 @@ class FileCache:
 
 
 def file_state(path: Path) -> dict[str, int]:
-    """Return a file's size, times and inode, which any write or rename changes."""
+    """Return a file's size, times and inode; any write or rename changes at least one of them."""
     stat = path.stat()
     return {
         "size": stat.st_size, "mtime_ns": stat.st_mtime_ns, "ctime_ns": stat.st_ctime_ns, "inode": stat.st_ino,
@@ -124,12 +124,12 @@ def file_state(path: Path) -> dict[str, int]:
 
 class RecordFile:
     """
-    Records of one file, by row; a subclass for each format finds and reads them.
+    Records of one file, by row; each format has a subclass that finds and reads the records.
 
     Attributes:
-        name: Name of the file in messages, as the user gave it.
-        folder: Folder that relative media of its records start at.
-        copy: Copy that is read in the file's place; None if the file itself is read.
+        name: Name of the file in messages, as the user wrote it.
+        folder: Folder that relative media paths of the records start at.
+        copy: Path of the copy that is read in place of the file; None if the file itself is read.
         unit: Word for a row in messages, `row` or `line`.
     """
 
@@ -138,7 +138,7 @@ class RecordFile:
     copy: str | None = None
 
     max_bytes: int | None = None
-    """Bytes that the texts of a record may have, images aside; None reads all."""
+    """Largest text of a record in bytes, not counting images; None accepts any size."""
 
     _is_cached = False
     """Whether the digests of all records are known and cached on disk."""
@@ -148,14 +148,15 @@ class RecordFile:
         cache: Path | None,
     ) -> None:  # fmt: skip
         """
-        Find the records of a file, by its cached arrays if the file is unchanged.
+        Find the records of a file, in its cached arrays if the file is unchanged.
 
         Args:
-            parts: Files to read: the file or its copy, or the parts of a folder.
+            parts: Files to read: the file, its copy, or the files of a folder.
             name: Name of the file in messages.
-            folder: Folder that relative media of its records start at.
-            copy: The copy, if one is read in the file's place.
-            max_bytes: A record of more text is refused when it is asked for; None reads all.
+            folder: Folder that relative media paths of the records start at.
+            copy: Path of the copy that is read in place of the file; None if there is none.
+            max_bytes: Largest text of a record in bytes; a larger record is refused when it is
+                read. None accepts any size.
             cache: Folder of cached arrays; None caches nothing.
 
         Raises:
@@ -173,7 +174,7 @@ class RecordFile:
 
     def _open(self, arrays: Mapping[str, NDArray[Any]] | None) -> None:
         """
-        Find the records in the file, or take them from its cached *arrays*; OSError if that fails.
+        Find the records in the file, or in its cached *arrays*; OSError if reading fails.
         """
         raise NotImplementedError
 
@@ -181,16 +182,16 @@ class RecordFile:
         return {name: held for name, held in self.__dict__.items() if name != "_digests" or held.any()}
 
     def reopen(self) -> None:
-        """Open the file on another machine; DataSetError if that lacks it, or has another one."""
+        """Open the file on another machine; DataSetError if it is missing or has another size."""
         sizes, where = self._cache.sizes, self.parts[0].absolute()
         try:
             self._cache = FileCache(None, self.parts, kind="", is_copy=self.copy is not None)
         except OSError as error:
             reason = f"{Path(error.filename).absolute()} cannot be read ({error.strerror})"
-            raise DataSetError(f"{reason}: put the data where all machines find them") from None
+            raise DataSetError(f"{reason}: put the data in a folder that all machines share") from None
         if (here := self._cache.sizes) != sizes:
             raise DataSetError(
-                f"{where} has {counted(sum(here), 'byte')} there, but {sum(sizes):,} where the run started"
+                f"{where} has {counted(sum(here), 'byte')} on a node, but {sum(sizes):,} where the run started"
             )
 
     def __len__(self) -> int:
@@ -199,8 +200,9 @@ class RecordFile:
 
     def __getitem__(self, row: int) -> Any:
         """
-        Return the JSON value of the record in *row*; RecordError with its place if the record is
-        damaged or has more than `max_bytes` of text.
+        Return the JSON value of the record in *row*.
+
+        RecordError names the file and line of a record that is damaged or exceeds `max_bytes`.
         """
         try:
             value = self._read_value(row)
@@ -220,7 +222,7 @@ class RecordFile:
         raise NotImplementedError
 
     def location(self, row: int) -> RecordLocation:
-        """Return the file and line (or row, from 1) of the record in *row*, which counts from 0."""
+        """Return the file and the line or row, from 1, of the record at index *row*, from 0."""
         return RecordLocation(self.name, row + 1, self.unit)
 
     @property
@@ -237,7 +239,7 @@ class RecordFile:
         """
         Return the digests of rows *start* to *stop* - 1; shape (num_records, DIGEST_BYTES).
 
-        Records whose digest is unknown are read.
+        A record is read only if its digest is unknown.
         """
         known = self.known_digests(start, stop)
         for row in np.flatnonzero(~known.any(axis=1)).tolist():
@@ -245,11 +247,11 @@ class RecordFile:
         return known
 
     def known_digests(self, start: int, stop: int) -> NDArray[np.uint8]:
-        """Return a view of the rows' digests, zero where unknown; see `digests`."""
+        """Return a view of the digests of rows *start* to *stop* - 1, all zero where unknown."""
         return self._digests[start:stop]
 
     def known_digest(self, row: int) -> bytes:
-        """Return the digest of the record in *row*, or empty bytes if it is not known yet."""
+        """Return the digest of the record in *row*, or empty bytes if it is unknown."""
         digest = self._digests[row].tobytes()
         return digest if any(digest) else b""
 
@@ -268,27 +270,27 @@ class RecordFile:
             np.copyto(self._digests[start : start + len(digests)], digests, where=digests.any(axis=1, keepdims=True))
 
     def _arrays_to_cache(self) -> dict[str, NDArray[Any]]:
-        """Return the arrays to cache, by name."""
+        """Return the arrays that a later start needs, by name."""
         return {"digests": self._digests.reshape(-1)}
 
     def save_digests(self) -> None:
-        """Cache the digests, which all are known, for later starts."""
+        """Cache the digests for later starts; all of them have to be known."""
         if not self._is_cached:
             self._is_cached = self._cache.save(self._arrays_to_cache())
 
     def cache_fault(self) -> str | None:
-        """Read the whole file; return a message if it differs from its cached arrays, or None."""
+        """Return how the file differs from its cached arrays, or None; reads the whole file."""
         rows = range(len(self) if self._is_cached else 0)
         for row in progress(rows, desc=f"comparing {self.name}", leave=False, delay=BRIEF_S):
             if self._read_digest(row) != self.known_digest(row):
                 place = f"{self.unit} {self.location(row).number:,}"
                 delete = self.copy or "that"
-                return f"{place} differs from what {self._cache.path} says: delete {delete}, and build again"
+                return f"{place} differs from its digest in {self._cache.path}: delete {delete}, and build again"
         return None
 
 
 def _text_size(value: Any) -> int:
-    """Estimate the bytes of a value as JSON, images aside."""
+    """Estimate the size in bytes of a value as JSON, not counting images."""
     if isinstance(value, str):
         return 0 if image_base64(value) is not None else len(value.encode("utf-8", "surrogatepass")) + 2
     if isinstance(value, dict):

@@ -1,10 +1,10 @@
 """
-Copies of files that cannot be read in any order: Parquet as Arrow, other formats as JSON Lines.
+Copies files without random access: Parquet to Arrow, other formats to JSON Lines.
 
-Each line of a copy stands for one line of its file, or one row of its array or table, so that
-messages can name the place in the file. A copy is named by the digest of its file, and published by
-a rename: a reader sees all of it or none. The digest is cached, so that a start need not read an
-unchanged file.
+Each line of a copy is one line of the original file, or one row of its array or table, so that
+messages can name the place in the original. A copy is named by the digest of the original, and
+published by a rename, so that a reader finds a whole copy or none. The digest is cached, so that a
+later start need not read an unchanged file.
 """
 
 import contextlib
@@ -29,29 +29,29 @@ from packplan.core.errors import DataSetError, counted
 log = logging.getLogger(__name__)
 
 _SCHEMA = "packplan.copy/3"
-"""Schema of copies; raise its number with each change of their content."""
+"""Schema of copies; increase its number with each change of their content."""
 
 GZIP, ZSTD, PARQUET = b"\x1f\x8b", b"\x28\xb5\x2f\xfd", b"PAR1"
 """First bytes of gzip, Zstandard and Parquet files."""
 
 DELIMITERS = {"csv": ",", "tsv": "\t"}
-"""Kind of a table -> delimiter of its fields."""
+"""Delimiter between the fields of a table, by the kind of the table."""
 
 MOST_CHARACTERS = 2**27
-"""Most characters of a field of a table."""
+"""Largest number of characters in a field of a table."""
 
 _COMPRESSIONS = {GZIP: "gzip", ZSTD: "zstd"}
-"""First bytes of a compressed file -> pyarrow's name of its compression."""
+"""pyarrow's name of each compression, by the first bytes of a compressed file."""
 
 _FEED = 2**14
-"""Bytes that are decompressed at once; a fault is reported at the line where its block begins."""
+"""Bytes that are decompressed at once; a fault is reported at the first line of such a block."""
 
 _CHUNK = 2**20
 
 _HEAD = 4096
 
 _MAX_BATCH_ROWS = 1000
-"""Most rows of a batch when Parquet is rewritten; `_BATCH_BYTES` limits it too."""
+"""Largest number of rows in a batch of rewritten Parquet; `_BATCH_BYTES` is another limit."""
 
 _BATCH_BYTES = 2**23
 
@@ -61,27 +61,27 @@ _VALUES = json.JSONDecoder(strict=False, parse_int=str, parse_float=str, parse_c
 _BLANKS = re.compile(r"[ \t\r\n]*")
 
 _LINE_ENDS = str.maketrans("\r\n", "\t\t")
-"""Line ends -> tabs: both are blanks between values, and both are invalid inside strings."""
+"""Replaces line ends by tabs: both are blanks between JSON values, and invalid inside strings."""
 
 csv.field_size_limit(MOST_CHARACTERS)
 
 
 def make_copy(path: Path, cache: Path | None, *, kind: str, name: str) -> Path:
     """
-    Return a copy of the file in a format with random access; it is written if there is none.
+    Return the path of a file's copy in a format with random access, and write it if needed.
 
     Args:
-        path: The file.
-        cache: Folder of copies; None refuses to make one.
-        kind: Kind of its records: `lines`, `array`, `parquet`, or a key of `DELIMITERS`.
+        path: File to copy.
+        cache: Folder of copies; None refuses to write one.
+        kind: Format of the file: `lines`, `array`, `parquet`, or a key of `DELIMITERS`.
         name: Name of the file in messages.
 
     Raises:
-        DataSetError: The file is damaged, or may not be rewritten.
-        OutputError: There is no room for the copy.
+        DataSetError: The file is damaged, or *cache* is None.
+        OutputError: The copy cannot be written, for example on a full disk.
     """
     if cache is None:
-        raise DataSetError(f"{name} cannot be read in random order as it is: unpack or convert it to JSON Lines first")
+        raise DataSetError(f"{name} cannot be read in random order: unpack it, or convert it to JSON Lines")
     files.make_folder(cache)
     key = hashlib.sha256(str(path.resolve()).encode("utf-8", "surrogateescape")).hexdigest()[:32]
     with files.hold_lock(cache / f"{key}.lock", f"for a copy of {path.name}"):
@@ -102,7 +102,7 @@ def make_copy(path: Path, cache: Path | None, *, kind: str, name: str) -> Path:
 
 
 def copy_fault(path: Path, copy: Path) -> str | None:
-    """Read a file and its copy in full; return a message if one of them has changed, else None."""
+    """Return which of a file and its copy has changed, or None; both are read in full."""
     if not copy.name.startswith(_compute_digest(path)[:32]):
         return "the file has changed since its copy was made, although its size and times are the same"
     written = files.read_manifest(copy.with_suffix(".json"), _SCHEMA)
@@ -113,20 +113,20 @@ def read_head(path: Path) -> tuple[bytes, bool]:
     """
     Return a file's first 4,096 bytes after decompression, and whether the file is compressed.
 
-    For a damaged file, there are no bytes.
+    If a compressed file is damaged, no bytes are returned.
     """
     with path.open("rb") as file:
         head = file.read(_HEAD)
     if not head.startswith((GZIP, ZSTD)):
         return head, False
-    # A damaged one is named where all of it is read.
+    # The fault of a damaged file is reported when the whole file is read.
     with contextlib.suppress(OSError), _open_decompressed(path) as opened:
         return opened.read(_HEAD), True
     return b"", True
 
 
 def _cached_digest(path: Path, cache: Path) -> str:
-    """Return a file's SHA-256, cached while it is unchanged; DataSetError if written meanwhile."""
+    """Return a file's SHA-256 from a cache, or compute it; DataSetError if the file changes."""
     cached = FileCache(cache, [path], kind="content")
     if (arrays := cached.load()) is not None:
         return arrays["sha256"].tobytes().hex()
@@ -138,7 +138,7 @@ def _cached_digest(path: Path, cache: Path) -> str:
 
 
 def _compute_digest(path: Path) -> str:
-    """Read a file; return the SHA-256 of its content."""
+    """Read a whole file, with a progress bar, and return its SHA-256 in hex."""
     digest, size = hashlib.sha256(), path.stat().st_size
     bar = progress(total=size, desc=f"reading {path.name}", unit=" bytes", leave=False, delay=BRIEF_S)
     with path.open("rb") as file, bar:
@@ -174,7 +174,7 @@ def _jsonl_blocks(path: Path, kind: str, name: str) -> Iterator[bytes]:
 
 
 def _array_rows(text: str, name: str) -> Iterator[str]:
-    """Yield each value of a JSON array as a line; DataSetError if the text is no complete array."""
+    """Yield each value of a JSON array as a line; DataSetError if the array is incomplete."""
     place, row = _skip_blanks(text, text.index("[") + 1), 0
     while not text.startswith("]", place):
         row += 1
@@ -193,7 +193,7 @@ def _array_rows(text: str, name: str) -> Iterator[str]:
         elif not text.startswith("]", place):
             _refuse_row(name, row, "is not followed by a comma or the end of the array: the file may be truncated")
     if _skip_blanks(text, place + 1) < len(text):
-        _refuse_row(name, row, "is the last of the array, but more follows it in the file")
+        _refuse_row(name, row, "is the last of the array, but more text follows the array")
 
 
 def _skip_blanks(text: str, place: int) -> int:
@@ -207,8 +207,9 @@ def _refuse_row(name: str, row: int, reason: str) -> NoReturn:
 
 def _table_rows(text: io.TextIOWrapper, name: str, delimiter: str) -> Iterator[str]:
     """
-    Yield each row of a CSV or TSV table as a JSON object without empty fields; DataSetError if a
-    row does not fit the header.
+    Yield each row of a CSV or TSV table as a JSON object without empty fields.
+
+    DataSetError is raised if a row has more or fewer fields than the header.
     """
     columns, number = None, 0
     try:
@@ -221,7 +222,7 @@ def _table_rows(text: io.TextIOWrapper, name: str, delimiter: str) -> Iterator[s
                 number += 1
                 if len(fields) != len(columns):
                     reason = f"has {counted(len(fields), 'field')}, but the header names {len(columns)}"
-                    _refuse_row(name, number, f"{reason}: put quotes around a text that has commas")
+                    _refuse_row(name, number, f"{reason}: put quotes around a text with commas")
                 row = {column: field for column, field in zip(columns, fields, strict=True) if field}
                 yield json.dumps(row, ensure_ascii=False)
     except csv.Error as error:
@@ -230,8 +231,9 @@ def _table_rows(text: io.TextIOWrapper, name: str, delimiter: str) -> Iterator[s
 
 def _open_decompressed(path: Path) -> Any:
     """
-    Open a file for reading, decompressing .gz and .zst; reading damaged compressed data raises an
-    OSError without errno.
+    Open a file for reading, and decompress .gz and .zst.
+
+    Reading damaged compressed data raises an OSError without errno.
     """
     import pyarrow as pa
 
@@ -243,7 +245,7 @@ def _open_decompressed(path: Path) -> Any:
 
 
 def _rewrite_parquet(path: Path, file: BinaryIO, name: str) -> None:
-    """Write the rows of a Parquet file to *file* as Arrow; DataSetError if it is damaged."""
+    """Write the rows of a Parquet file to *file* as an Arrow stream; DataSetError if damaged."""
     import pyarrow as pa
     import pyarrow.parquet as pq
 
