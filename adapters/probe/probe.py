@@ -1,4 +1,6 @@
-"""Verdict on whether a model may pack, and how; see `core.equality.PackingVerdict`."""
+"""
+Verdict on whether a model may pack, and by which strategy; see `core.equality.PackingVerdict`.
+"""
 
 from __future__ import annotations
 
@@ -46,10 +48,12 @@ from packplan.core.errors import ModelError, verb_for
 log = logging.getLogger(__name__)
 
 LENGTHS = (33, 3, LONGEST, 51)
-"""Tokens of the samples that the probe packs: longer and shorter than windows and kernels."""
+"""
+Number of tokens of each sample that the probe packs: more and fewer than windows and kernels have.
+"""
 
 _ROUNDS = 4
-"""Most classes of state-carrying layers that are looked for in a model."""
+"""Maximum number of classes of state-carrying layers that are searched for in a model."""
 
 
 _UNREACHED = (
@@ -62,13 +66,14 @@ def probe_small_copy(
     config: Any, *, attn_impl: str = AUTO, trust_remote_code: bool = False, on_cpu: bool = True
 ) -> PackingVerdict:
     """
-    Return the verdict on a model from a small copy of it with random weights.
+    Return the verdict on a model, from a small copy of the model with random weights.
 
     Args:
-        config: Configuration of transformers, of the user's own model.
+        config: Configuration (of transformers) of the user's model.
         attn_impl: Value of `model.attn_impl`.
-        trust_remote_code: Whether code beside the configuration may run.
-        on_cpu: Whether the model trains on a CPU; a GPU is used for attentions that run only there.
+        trust_remote_code: Whether Python code in the model's folder may run.
+        on_cpu: Whether the model trains on a CPU. If not, attentions that run only on a GPU are
+            probed on it.
     """
     return SmallProbe(config, trust_remote_code=trust_remote_code, on_cpu=on_cpu).verdict(attn_impl)
 
@@ -76,8 +81,8 @@ def probe_small_copy(
 @contextlib.contextmanager
 def _using_one_thread() -> Iterator[None]:
     """
-    Compute on one thread inside the block: copies are small, and results do not depend on the
-    number of cores.
+    Compute on one thread inside this context. Copies are small, and results then do not depend on
+    the number of cores.
     """
     before = torch.get_num_threads()
     torch.set_num_threads(1)
@@ -90,14 +95,17 @@ def _using_one_thread() -> Iterator[None]:
 @attrs.frozen(eq=False)
 class _SmallCopies:
     """
-    Small copies of a model on one device and in one precision, and the outcome of samples alone.
+    Small copies of a model on one device and in one precision, with the outcome of samples alone.
     """
 
     build: Callable[[str], Any]
-    """Builds a copy with an attention of transformers."""
+    """Function that takes the name of an attention of transformers, and builds a copy with it."""
 
     native: str
-    """Attention of transformers that is right for samples alone: sdpa, or else eager."""
+    """
+    Name of the attention of transformers that computes samples alone: sdpa if it equals eager, else
+    eager.
+    """
 
     limit: float
     """Largest allowed relative difference between packed samples and the same samples alone."""
@@ -105,7 +113,7 @@ class _SmallCopies:
     row: ProbeRow
 
     alone: Outcome
-    """Outcome of the row's samples, each alone."""
+    """Outcome of the row's samples, each computed alone."""
 
     @classmethod
     def from_builder(cls, build: Callable[..., Any], device: str, precision: Precision) -> _SmallCopies:
@@ -113,7 +121,8 @@ class _SmallCopies:
         Compute each sample alone, and choose eager or sdpa as the native attention.
 
         Args:
-            build: Builds a copy with an attention of transformers, on the CPU in float32.
+            build: Function that builds a copy with a given attention of transformers, on the CPU in
+                float32.
             device: Device of the copies.
             precision: Precision of the copies.
         """
@@ -136,14 +145,14 @@ class _SmallCopies:
 
     def build_packing_copy(self, trial: StrategyTrial, split: tuple[str, ...] = ()) -> Any:
         """
-        Return a copy that packs by a strategy.
+        Return a copy that packs samples by a strategy.
 
         Args:
-            trial: Strategy.
-            split: Classes of layers that run sample by sample.
+            trial: Strategy to pack by.
+            split: Names of classes of layers that run sample by sample.
 
         Raises:
-            ModelError: The model does not take the attention.
+            ModelError: The model does not support the attention.
         """
         model = self.build(self.native)
         attention = AttentionChoice(trial.attention, native=self.native, split=split, keeps_rows=trial.keeps_rows)
@@ -155,7 +164,10 @@ class _SmallCopies:
         return model
 
     def measure_copy(self, trial: StrategyTrial, split: tuple[str, ...] = ()) -> tuple[Any, ProbeResult, str | None]:
-        """Return a copy that packs, its probe result, and the reason against packing, if any."""
+        """
+        Return a packing copy, its probe result, and the reason against packing; None if there is
+        none.
+        """
         model = self.build_packing_copy(trial, split)
         measured = packed_and_alone(model, self.row.packed, self.row.samples, alone=self.alone).worst
         return model, measured, measured.reason_against_packing(limit=self.limit)
@@ -166,13 +178,15 @@ class SmallProbe:
     """Probe of one model, which tries one attention after another on small copies."""
 
     config: Any = attrs.field(converter=trained_config)
-    """Configuration of transformers, of the user's own model."""
+    """Configuration (of transformers) of the user's model."""
 
     trust_remote_code: bool = False
-    """Whether code beside the configuration may run."""
+    """Whether Python code in the model's folder may run."""
 
     on_cpu: bool = True
-    """Whether the model trains on a CPU; a GPU is used for attentions that run only there."""
+    """
+    Whether the model trains on a CPU. If not, attentions that run only on a GPU are probed on it.
+    """
 
     device: str = "cpu"
     """Device of the copies."""
@@ -195,9 +209,10 @@ class SmallProbe:
     @cached_property
     def mixing_module(self) -> str | None:
         """
-        Name and class of the unchanged model's first module that mixes samples; None without one.
+        Name and class of the first module that mixes samples in the unchanged model; None if there
+        is none.
 
-        A module also counts if its result for a packed sample differs from its result for the
+        A module also mixes samples if its result for a packed sample differs from that for the
         sample alone.
         """
         with hiding_warnings(), _using_one_thread():
@@ -211,14 +226,14 @@ class SmallProbe:
 
     @cached_property
     def _build_copy(self) -> Callable[..., Any]:
-        """Function that builds a copy; ModelError if none can show every mechanism."""
+        """
+        Function that builds a copy; ModelError if no copy can show every mechanism of the model.
+        """
         build_one = SmallModels(self.config, trust_remote_code=self.trust_remote_code).build
         return partial(build_one, new_values=_find_short_lengths(self.config, build_one))
 
     def _copies_for(self, trial: StrategyTrial | None = None) -> _SmallCopies:
-        """
-        Return the copies that a trial runs on; without a trial, the copies on the given device.
-        """
+        """Return the copies on which a trial runs; without a trial, the copies on `device`."""
         where: tuple[str, Precision] = (self.device, self.precision)
         if trial is not None and not self.on_cpu and self.device == "cpu":
             if trial.attention == FLEX:
@@ -249,11 +264,11 @@ def split_state_layers(model: Any, row: ProbeRow) -> tuple[str, ...]:
     """
     Make layers that carry a state run sample by sample; return the names of their classes.
 
-    One class after the other is tried.
+    The classes are found and split one after the other.
 
     Args:
         model: Model with `keep_rows`.
-        row: Row to test the layers with.
+        row: Row by which the layers are tested.
     """
     found: set[str] = set()
     for _ in range(_ROUNDS):
@@ -273,8 +288,8 @@ def split_state_layers(model: Any, row: ProbeRow) -> tuple[str, ...]:
 
 def _class_to_split(model: Any, name: str, found: set[str]) -> str | None:
     """
-    Return the class name of the innermost module around *name* that is neither torch's nor in
-    *found*; None if that is a model.
+    Return the class name of the innermost module around *name* whose class is neither from torch
+    nor in *found*. Return None if that module is a model.
     """
     module = model.get_submodule(name)
     while type(module).__module__.startswith("torch.") or type(module).__name__ in found:
@@ -295,10 +310,11 @@ def _find_mixing_module(model: Any, copies: _SmallCopies) -> NamedModule | None:
 
 def _find_short_lengths(config: Any, build: Callable[..., Any]) -> NewValues:
     """
-    Return smaller values for numbers of a configuration that may be lengths and that no rule knows.
+    Return smaller values for numbers of a configuration that may be lengths and that no rule
+    shrinks.
 
     Raises:
-        ModelError: A number cannot shrink, and is no size of weights.
+        ModelError: A number cannot shrink, and is not a size of weights.
     """
     text = config.get_text_config()
     part = next((name for name in config.sub_configs if getattr(config, name, None) is text), None)
@@ -327,8 +343,8 @@ def _draw_row(model: Any) -> ProbeRow:
 
 def _try_strategy(copies: _SmallCopies, trial: StrategyTrial, blank: PackingVerdict) -> PackingVerdict:
     """
-    Return the verdict on a strategy. If it does not keep samples apart, it is tried again with the
-    layers that carry a state running sample by sample.
+    Return the verdict on a strategy. A strategy that does not keep samples apart is tried once
+    more, with layers that carry a state running sample by sample.
     """
     carriers: tuple[str, ...] = ()
     split: tuple[str, ...] = ()

@@ -1,8 +1,8 @@
 """
-Random samples and images, computed packed and each alone.
+Comparison of random samples and images, computed packed and each alone.
 
-They are computed by a small copy of a model, or by the model that is about to train, with its own
-weights and kernels.
+The results are computed by a small copy of a model, or by the model that will be trained, with its
+own weights and kernels.
 """
 
 from __future__ import annotations
@@ -35,28 +35,31 @@ from packplan.core.equality import AttentionChoice, ProbeResult
 from packplan.core.errors import ModelError, PackplanError
 
 LOADED_LENGTHS = (17, 3, 29)
-"""Tokens of the samples in the row that probes a loaded model."""
+"""Number of tokens of each sample in the row that probes a loaded model."""
 
 _SEED = 7
-"""Seed of the tokens."""
+"""Seed of random tokens and images."""
 
 _WHOLE = ": set sequence_parallel_size to 1, which trains whole rows"
-"""Remedy for a model whose rows ranks cannot share."""
+"""Remedy in the message about a model whose rows ranks cannot share."""
 
 _IDS = 2000
-"""Limit of the token ids to draw: larger ones may belong to images, or to no token."""
+"""Upper limit of drawn token ids. Larger ids may belong to images, or to no token."""
 
 
 _GRIDS = ((1, 12, 20), (1, 4, 4), (1, 16, 12))
-"""Frames, rows and columns of patches: larger and smaller than a tower's windows."""
+"""
+Numbers of frames, rows and columns of patches of each image, above and below the size of vision
+towers' windows.
+"""
 
 
 @attrs.frozen(eq=False)
 class ProbeRow:
-    """Samples of random tokens, as one row and each alone."""
+    """Samples of random tokens, as one packed row and each alone."""
 
     packed: PackedBatch
-    """The row as training gives it to the model: positions that restart, and no mask."""
+    """The row as the model receives it in training: positions restart, and there is no mask."""
 
     samples: list[Sample]
     """Each sample as a batch of its own."""
@@ -68,7 +71,7 @@ class ProbeRow:
 
         Args:
             model: Model of transformers.
-            lengths: Tokens of each sample.
+            lengths: Number of tokens of each sample.
             ids: Token ids to draw from.
         """
         generator = torch.Generator().manual_seed(_SEED)
@@ -87,11 +90,11 @@ class ProbeRow:
 
 def draw_token_types(model: Any, ids: torch.Tensor) -> dict[str, torch.Tensor]:
     """
-    Return a model's token type arguments, by which some models decide which tokens attend to which.
+    Return token types as arguments of a model; some models derive attention masks from token types.
 
     Args:
         model: Model of transformers.
-        ids: Token ids, from which the types follow; int64 of shape (rows, tokens).
+        ids: Token ids, from which the types are derived; int64 of shape (rows, tokens).
     """
     part = trained_part(model)
     outer, inner = (inspect.signature(one.forward).parameters for one in (part, part.base_model))
@@ -104,22 +107,25 @@ def probe_ready_model(
     model: Any, *, native: str, named: str, asked: str = "the loaded model", groups: RowGroups | None = None
 ) -> ProbeResult:
     """
-    Compare a packed row of short samples with these samples alone, on a model ready to train.
+    Compare a packed row of short samples with these samples alone, on a model that is ready to
+    train.
 
-    Where ranks share rows of the model, the row is computed once by each number of ranks.
+    If ranks share rows of the model, the row is computed once for each number of ranks that may
+    share one.
 
     Args:
         model: Model of transformers, perhaps with adapters; its mode is restored.
-        native: Attention of transformers for samples alone.
-        named: Value of `model.attn_impl`, for the message.
-        asked: Words for the model, for the message.
-        groups: Ranks that share rows of the model; all of them call this.
+        native: Attention of transformers that computes samples alone.
+        named: Value of `model.attn_impl`, used in the message.
+        asked: Words for the model in the message.
+        groups: Groups of ranks that share rows of the model, all of which have to call this.
 
     Returns:
-        The measured result; with *groups*, that of the largest group.
+        The measured result; with *groups*, the result of the largest group.
 
     Raises:
-        ModelError: Samples are not kept apart, or differ from the samples alone.
+        ModelError: Samples are not kept apart, or their results differ from those of the samples
+            alone.
     """
     config = trained_config(model.config)
     row = ProbeRow.draw(model, LOADED_LENGTHS, ids=ordinary_token_ids(config))
@@ -159,14 +165,14 @@ def build_small_copy(
     device: Any = None,
 ) -> Any:
     """
-    Return a small copy of a model, with random weights that are whole on this process.
+    Return a small copy of a model, with random weights that are not sharded.
 
     Args:
         model: Model of transformers, perhaps with adapters.
-        choice: Attention of the model, and of the copy.
-        groups: Ranks that share rows of the copy.
-        kind: Class of the copy; None takes a class that generates.
-        device: Device of the copy; None takes the model's.
+        choice: Attention of the model, which the copy uses too.
+        groups: Groups of ranks that share rows of the copy.
+        kind: Class of the copy; None takes a class that can generate text.
+        device: Device of the copy; None takes that of the model.
     """
     weight = next(model.parameters())
     small = SmallModels(trained_config(model.config), kind=kind).build(attention=choice.loaded_backend)
@@ -181,15 +187,15 @@ def probe_sharing_copy(
     model: Any, choice: AttentionChoice, *, named: str, groups: RowGroups, device: Any = None
 ) -> ProbeResult:
     """
-    Probe a small copy of a model whose rows are shared by ranks; all of these ranks call this.
+    Probe a small copy of a model whose rows ranks share. All of these ranks have to call this.
 
-    It stands for a model whose weights these ranks share too, so that none can be probed.
+    The copy is probed in place of a model with sharded weights, which no rank can probe by itself.
 
     Args:
         model: See `build_small_copy`.
         choice: See `build_small_copy`.
         named: See `probe_ready_model`.
-        groups: Ranks that share rows.
+        groups: Groups of ranks that share rows.
         device: See `build_small_copy`.
 
     Raises:
@@ -225,7 +231,7 @@ def probe_images(model: Any, *, native: str) -> ProbeResult:
 
     Args:
         model: Model of transformers that takes images, set to pack.
-        native: Attention of transformers for images alone.
+        native: Attention of transformers that computes images alone.
     """
     *others, last = _draw_images(model)
     for images in others:
@@ -248,7 +254,10 @@ def _compare_images(model: Any, images: list[dict[str, torch.Tensor]], native: s
 
 
 def _draw_images(model: Any) -> list[list[dict[str, torch.Tensor]]]:
-    """Return the same images in several formats, with gradients; a tower takes one of them."""
+    """
+    Return the same images in several formats, with gradients; a vision tower supports one of the
+    formats.
+    """
     parts = [part.get_image_features for part in model.modules() if hasattr(part, "get_image_features")]
     parameters = {name for function in parts for name in inspect.signature(function).parameters}
     vision, weight = model.config.vision_config, next(model.parameters())

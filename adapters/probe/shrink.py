@@ -1,12 +1,12 @@
 """
-Small copy of a model's configuration: layers keep their kinds and order, sizes shrink.
+Small copy of a model's configuration: layers keep their kinds and their order, but sizes shrink.
 
-Rules go by the names of keys, not by the family. Windows, chunks, blocks and the lengths at which
-rotary factors change become shorter than the probe's samples, so that the samples reach each
-mechanism. Other numbers of such a size, under keys that no rule knows, are made smaller by trial,
-if the model still runs with them. If such a number cannot shrink, and is not a size of weights, it
-may let samples influence each other at distances that the probe's samples do not reach. The model
-is then refused, and the message names the key.
+Rules depend on the names of keys, not on the model family. Windows, chunks, blocks and the lengths
+at which rotary factors change become shorter than the probe's samples, so that the samples reach
+each mechanism. Other numbers of such a size, under keys that no rule covers, are made smaller by
+trial, if the model still runs with the smaller number. A number that cannot shrink, and is not a
+size of weights, may let samples influence each other at distances that the probe's samples do not
+reach. The model is then refused, and the message names the key.
 """
 
 import copy
@@ -18,16 +18,16 @@ from typing import Any
 import attrs
 
 LONGEST = 70
-"""Tokens of the probe's longest sample."""
+"""Number of tokens of the probe's longest sample."""
 
 HIDDEN, HEADS, HEAD = 64, 4, 16
-"""Width of the small model, its number of attention heads, and the size of each."""
+"""Width of the small model, number of its attention heads, and size of each head."""
 
 _INNER = 2 * HIDDEN
 """Inner width of layers that carry a state."""
 
 _WINDOW, _CHUNK, _BLOCK, _ROPE = 24, 16, 8, 48
-"""Tokens of a window, chunk and block, and of the original rotary context."""
+"""Number of tokens of a window, a chunk, a block and the original rotary context in the copy."""
 
 FIRST_ID, VOCABULARY = 16, 96
 """First id of ordinary tokens, and the size of the vocabulary; the probe uses no special tokens."""
@@ -44,10 +44,10 @@ _FIRST_LAYER_KEYS = re.compile(r"^(first_k_dense_replace|num_dense_layers|moe_la
 
 
 _SHORT = (8, 16, 32)
-"""Tokens to try for a length: as few as the model accepts."""
+"""Numbers of tokens to try for a length; the smallest one that the model accepts is used."""
 
 _REACHED = LONGEST // 2
-"""Tokens that the probe's samples always exceed."""
+"""Number of tokens above which a number may be a length that the probe's samples do not reach."""
 
 _NO_SIZES = (
     "token_id",
@@ -62,7 +62,7 @@ _NO_SIZES = (
     "dtype",
     "version",
 )
-"""Parts of keys whose numbers are not sizes, or that `shrink_config` handles."""
+"""Parts of the names of keys whose numbers are not sizes, or are shrunk by `shrink_config`."""
 
 
 @attrs.frozen
@@ -74,10 +74,12 @@ class _ConfigFacts:
     """Number of layers of the model."""
 
     kept: int
-    """Number of layers of the copy: the first ones."""
+    """Number of layers of the copy, which are the first layers of the model."""
 
     fewest: int
-    """*kept*; for a configuration without layers of its own, the fewest that a part keeps."""
+    """
+    The value of `kept`. For a configuration without layers, the smallest number that a part keeps.
+    """
 
     head: int
     """Size of the copy's attention heads."""
@@ -97,7 +99,7 @@ _Rule = Callable[[Any, _ConfigFacts], Any]
 
 
 def _at_most(most: int) -> _Rule:
-    """Return a rule for counts: at most *most*, and 0 stays 0."""
+    """Return a rule that limits a count to *most*; 0 stays 0."""
     return lambda value, _: min(value, most)
 
 
@@ -106,7 +108,10 @@ def _exactly(size: float) -> _Rule:
 
 
 def _shrink_key_heads(value: int, context: _ConfigFacts) -> int:
-    """Return the copy's number of key heads: still one, fewer than query heads, or as many."""
+    """
+    Return the copy's number of key heads, which keeps the model's relation to query heads: one key
+    head, fewer than query heads, or equally many.
+    """
     heads = next((context.config[name] for name in _HEAD_KEYS if context.config.get(name)), value)
     return 1 if value == 1 else HEADS if value >= heads else HEADS // 2
 
@@ -173,11 +178,12 @@ _COMPILED = tuple((re.compile(pattern), rule) for pattern, rule in _RULES)
 
 def shrink_config(config: Mapping[str, Any], layers_per_kind: int = 1) -> dict[str, Any]:
     """
-    Return a small copy of a configuration in the form of `to_dict`, with its parts (text, vision).
+    Return a small copy of a configuration, in the form of `to_dict`, including its parts (text,
+    vision).
 
     Args:
         config: Configuration to shrink.
-        layers_per_kind: Number of layers of each kind to keep, if there are as many.
+        layers_per_kind: Number of layers of each kind to keep, if the model has so many.
     """
     layers, after = _count_layers(config, layers_per_kind)
     parts = [one for key, one in config.items() if key.endswith("_config") and isinstance(one, Mapping)]
@@ -204,7 +210,10 @@ def shrink_config(config: Mapping[str, Any], layers_per_kind: int = 1) -> dict[s
 
 
 def _count_layers(config: Mapping[str, Any], layers_per_kind: int) -> tuple[int, int]:
-    """Return the number of layers of a part, and the number to keep; 0 if it has only sub-parts."""
+    """
+    Return the number of layers of a part, and the number to keep; both are 0 if it has only
+    sub-parts.
+    """
     layers = next((config[name] for name in _LAYER_KEYS if isinstance(config.get(name), int)), 0)
     return layers, min(layers, _count_kept_layers(config, layers, layers_per_kind))
 
@@ -221,7 +230,9 @@ def _shrink_value(key: str, value: Any, context: _ConfigFacts) -> Any:
 
 
 def _shrink_list(key: str, value: Sequence[Any], context: _ConfigFacts) -> list[Any]:
-    """Keep entries of the kept layers, in a list with one entry a layer or of layer indices."""
+    """
+    Keep the entries of kept layers, in a list of layer indices or with one entry for each layer.
+    """
     items = list(value)
     if len(items) == context.layers and context.layers:
         return [
@@ -235,7 +246,9 @@ def _shrink_list(key: str, value: Sequence[Any], context: _ConfigFacts) -> list[
 
 
 def _count_kept_layers(config: Mapping[str, Any], layers: int, layers_per_kind: int) -> int:
-    """Return the number of first layers, at least 2, with up to *layers_per_kind* of each kind."""
+    """
+    Return how many first layers, at least 2, contain up to *layers_per_kind* layers of each kind.
+    """
     kept = 2
     shared = 1 if config.get("num_kv_shared_layers") else 0
     for key, value in config.items():
@@ -287,7 +300,7 @@ def _shrink_rope(rope: Any, context: _ConfigFacts) -> Any:
 
 
 def _shrink_sections(sections: Sequence[int], half: int) -> list[int]:
-    """Divide *half* frequencies in the proportions of the sections; each gets at least one."""
+    """Divide *half* frequencies in proportion to the sections; each section gets at least one."""
     total = sum(sections)
     small = [max(1, section * half // total) for section in sections]
     small[0] += half - sum(small)
@@ -295,21 +308,21 @@ def _shrink_sections(sections: Sequence[int], half: int) -> list[int]:
 
 
 KeyPath = tuple[str | int, ...]
-"""Keys, and positions in lists, that lead to a value."""
+"""Keys, and indices of lists, that lead to a value of a configuration."""
 
 NewValues = Mapping[KeyPath, int]
-"""Key path -> value to put there in a small copy's configuration."""
+"""Key path -> new value of the configuration of a small copy."""
 
 
 def possible_lengths(small: Mapping[str, Any], *, text: str | None) -> dict[KeyPath, int]:
     """
-    Return key path and value of each number that may be a length and that no rule shrinks.
+    Return the key path and value of each number that may be a length and that no rule shrinks.
 
-    Such numbers are windows, for example.
+    For example, such a number may be the length of an attention window.
 
     Args:
         small: Result of `shrink_config`.
-        text: Key of the text model's part; None if there are no parts.
+        text: Key of the text model's configuration; None if *small* has no parts.
     """
     part = small if text is None else small[text]
     return dict(_walk_possible_lengths(part, () if text is None else (text,)))
@@ -335,7 +348,8 @@ def shrink_by_trial(paths: Sequence[KeyPath], runs: Callable[[NewValues], bool])
 
     Args:
         paths: Key paths of numbers that may be lengths in tokens, such as windows.
-        runs: Test of whether a small copy with new values can be built, and computes a sample.
+        runs: Function that tests whether a small copy with new values can be built and can compute
+            a sample.
     """
     together = dict.fromkeys(paths, _SHORT[0])
     if not paths or runs(together):
@@ -354,7 +368,7 @@ def shrink_by_trial(paths: Sequence[KeyPath], runs: Callable[[NewValues], bool])
 
 
 def replace_values(small: Mapping[str, Any], new_values: NewValues) -> dict[str, Any]:
-    """Return a copy of a configuration with *new_values* put in."""
+    """Return a copy of a configuration in which *new_values* replace values."""
     changed = copy.deepcopy(dict(small))
     for (*parts, last), size in new_values.items():
         part: Any = changed
@@ -365,5 +379,5 @@ def replace_values(small: Mapping[str, Any], new_values: NewValues) -> dict[str,
 
 
 def key_path_text(path: KeyPath, value: int) -> str:
-    """Return the keys of a path and the value there, as text for a message."""
+    """Return the keys of a path and its value, as text for a message."""
     return f"{'.'.join(str(key) for key in path if not isinstance(key, int))} ({value:,})"

@@ -22,13 +22,16 @@ from packplan.core.config.run import ModelConfig
 from packplan.core.errors import ConfigError, ModelError
 
 _MAX_WEIGHTS = 20_000_000
-"""Most weights of a small copy: more would take minutes to probe."""
+"""Maximum number of weights of a small copy; a larger copy would take minutes to probe."""
 
 _SEED = 3
 """Seed of the random weights."""
 
 _PLAIN_STD = 0.05
-"""Standard deviation below which weights of a narrow model would make all scores alike."""
+"""
+Standard deviation below which weights of a narrow model would make all attention scores almost
+equal.
+"""
 
 
 @contextlib.contextmanager
@@ -68,27 +71,32 @@ def open_model_config(model: ModelConfig) -> Any:
 
 @attrs.define(eq=False)
 class SmallModels:
-    """Builder of small copies of one model, which keeps its configuration and number of weights."""
+    """
+    Builder of small copies of one model, which caches each small configuration and its number of
+    weights.
+    """
 
     config: Any
-    """Configuration of transformers, of the user's own model."""
+    """Configuration (of transformers) of the user's model."""
 
     trust_remote_code: bool = False
-    """Whether code beside the configuration may run."""
+    """Whether Python code in the model's folder may run."""
 
     kind: Any = None
-    """Class to build; None takes `model_class`."""
+    """Class of the copies; None takes the result of `model_class`."""
 
     _configs: dict[Any, tuple[Any, int]] = attrs.field(factory=dict, init=False)
-    """Layers of each kind, and new values -> the small configuration, and its number of weights."""
+    """
+    Number of layers of each kind, and new values -> small configuration, and its number of weights.
+    """
 
     def build(self, *, attention: str, new_values: NewValues = MappingProxyType({})) -> Any:
         """
         Build a small copy with random float32 weights, in evaluation mode.
 
         Args:
-            attention: Name of transformers' attention that it is built with.
-            new_values: Numbers to put in place of those that `shrink_config` left.
+            attention: Name of the attention of transformers with which the copy is built.
+            new_values: New values for numbers that `shrink_config` has not changed.
 
         Raises:
             ModelError: No copy can be built, or it has too many weights.
@@ -132,7 +140,7 @@ class SmallModels:
 
 
 def model_class(config: Any) -> Any:
-    """Return the generating class that a configuration names, else the auto class of its kind."""
+    """Return the class with text generation that a configuration names, else an auto class."""
     named = getattr(transformers, (config.architectures or [""])[0], None)
     if named is not None and issubclass(named, transformers.PreTrainedModel) and named.can_generate():
         return named
@@ -154,7 +162,7 @@ def diversify_weights(model: torch.nn.Module) -> None:
     """
     Add noise to constant weights, and scale up very small ones.
 
-    Constant weights may turn a mechanism off.
+    Constant weights may switch a mechanism off, so that the probe would miss a leak.
     """
     with torch.no_grad():
         for weight in model.parameters():

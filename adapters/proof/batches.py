@@ -1,4 +1,6 @@
-"""A packed batch of any collator: where each sample begins, and each sample alone."""
+"""
+Packed batch from any collator: finding where each sample begins, and splitting it into samples.
+"""
 
 from __future__ import annotations
 
@@ -16,20 +18,23 @@ from packplan.core.batch import IGNORED_LABEL
 from packplan.core.errors import ArgumentError, counted
 
 _ROW_KEYS = ("attention_mask", "cu_seq", "max_length", "max_seq", "seq_idx", "seq_lengths", "num_items_in_batch")
-"""Beginnings of keys of a packed batch that are left out of a batch of one sample."""
+"""Prefixes of keys of a packed batch that are left out of the batch of a single sample."""
 
 _NUMBERING_KEYS = MappingProxyType({"seq_idx": 1, "attention_mask": 2})
-"""Key -> maximum from which its values number samples. A mask of 0 and 1 only marks padding."""
+"""
+Key -> maximum value from which the key's values are numbers of samples. A mask of 0 and 1 only
+marks padding.
+"""
 
 Starts = Sequence[int] | Sequence[Sequence[int]]
 """Position of the first token of each sample, or a list of such positions for each row."""
 
 
 Shape = tuple[int, int]
-"""Rows of a batch, and tokens of each."""
+"""Number of rows of a batch, and number of tokens of each row."""
 
 Place = tuple[int, slice]
-"""Row of a sample, and its tokens there."""
+"""Row index of a sample, and slice of its tokens in the row."""
 
 
 @attrs.frozen(eq=False)
@@ -37,18 +42,21 @@ class Sample:
     """One sample as a batch by itself, with the targets of its loss."""
 
     inputs: Mapping[str, Any]
-    """Arguments of the model: a batch of one."""
+    """Arguments of the model, for a batch of one sample."""
 
     targets: torch.Tensor
-    """Token that each token has to predict; int64, shape (tokens,), -100 if not supervised."""
+    """
+    Target of each token: the id of the next token, or -100 if it is not supervised; int64, shape
+    (tokens,).
+    """
 
     weights: torch.Tensor | None = None
-    """Weight of each target in the loss; None takes the mean over the supervised ones."""
+    """Weight of each target in the loss; None takes the mean over supervised targets."""
 
 
 @attrs.frozen(eq=False)
 class PackedBatch:
-    """Rows of samples as a collator made them."""
+    """Rows of packed samples, as a collator has made them."""
 
     inputs: Mapping[str, Any]
     """Arguments of the model, without labels."""
@@ -57,20 +65,23 @@ class PackedBatch:
     """Labels of the rows, unshifted; int64 of shape (rows, tokens)."""
 
     shape: Shape
-    """Rows, and tokens of each."""
+    """Number of rows, and number of tokens of each row."""
 
     places: tuple[Place, ...]
-    """Place of each sample: its row, and its tokens there. Padding is in none."""
+    """
+    Place of each sample: the index of its row, and the slice of its tokens. No place includes
+    padding.
+    """
 
     @classmethod
     def read(cls, batch: Mapping[str, Any], starts: Starts | None) -> PackedBatch:
         """
-        Find where the samples of a packed batch begin.
+        Read a packed batch, and find where its samples begin.
 
         Args:
             batch: Arguments of the model, of packed rows.
-            starts: First token of each sample. None takes the tokens at which positions restart;
-                without positions, each of several rows is a sample.
+            starts: First token of each sample. None takes the tokens at which positions restart.
+                Without positions, each of several rows is a sample.
 
         Raises:
             ArgumentError: The batch has no packed rows, or its tensors disagree on where samples
@@ -102,10 +113,10 @@ class PackedBatch:
 
     def _cut_out_sample(self, number: int) -> dict[str, Any]:
         """
-        Return sample *number* of the rows, as a batch that is not packed.
+        Return sample *number* of the rows as a batch of its own.
 
         Raises:
-            ArgumentError: A tensor of the batch has no axis of tokens, such as pixels.
+            ArgumentError: A tensor of the batch, such as pixels, has no axis of tokens.
         """
         row, span = self.places[number]
         cut: dict[str, Any] = {}
@@ -126,10 +137,11 @@ class PackedBatch:
 
     def samples(self, alone: Sequence[Mapping[str, Any]] | None = None) -> list[Sample]:
         """
-        Return each sample alone: cut out of its row, or made by the user's own collator.
+        Return each sample alone, cut out of its row or made by the user's own collator.
 
         Args:
-            alone: A batch of each sample by itself, in the order of the rows; None cuts them out.
+            alone: A batch for each sample by itself, in the order of the rows. With None, samples
+                are cut out of the rows.
 
         Raises:
             ArgumentError: *alone* has other samples than the rows, samples cannot be cut out, or
@@ -163,12 +175,12 @@ def places_by_lengths(lengths: Iterable[int]) -> tuple[Place, ...]:
 
 
 def without_labels(batch: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the model's arguments in a batch; labels, pack indices and None are left out."""
+    """Return the model's arguments in a batch, without labels, pack indices and values of None."""
     return {key: value for key, value in batch.items() if key not in ("labels", PACK) and value is not None}
 
 
 def next_tokens(labels: torch.Tensor) -> torch.Tensor:
-    """Return the target of each token: the label of the next token, and -100 for the last."""
+    """Return the target of each token: the label of the next token, or -100 for the last token."""
     return F.pad(labels[..., 1:], (0, 1), value=IGNORED_LABEL)
 
 
@@ -196,7 +208,9 @@ def _find_real_tokens(inputs: Mapping[str, Any], shape: Shape) -> torch.Tensor:
 
 
 def _find_begins_by_key(inputs: Mapping[str, Any], shape: Shape) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield each key that tells where samples begin, with a bool mask of the batch's shape."""
+    """
+    Yield each key whose values show where samples begin, with a bool mask of the batch's shape.
+    """
     for key, value in inputs.items():
         begins = torch.zeros(shape, dtype=torch.bool)
         if not isinstance(value, torch.Tensor):
@@ -213,7 +227,7 @@ def _find_begins_by_key(inputs: Mapping[str, Any], shape: Shape) -> Iterator[tup
 
 
 def _mark_starts(starts: Starts, filled: torch.Tensor) -> torch.Tensor:
-    """Return *starts* as a bool mask of the batch's shape; ArgumentError if one is padding."""
+    """Return *starts* as a bool mask of the batch's shape; ArgumentError if a start is padding."""
     of_rows: Sequence[Any] = starts if starts and isinstance(starts[0], Sequence) else [starts]
     if len(of_rows) != len(filled):
         raise _refusal(

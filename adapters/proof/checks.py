@@ -1,4 +1,6 @@
-"""Two assertions: packed samples are apart, and each has the results that it has alone."""
+"""
+Assertions that packed samples do not depend on each other, and have the same results as alone.
+"""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -25,18 +27,18 @@ def assert_isolated(model: torch.nn.Module, batch: Mapping[str, Any], starts: St
     """
     Assert that no sample of a packed batch depends on another sample.
 
-    The gradient of each sample's logits with respect to the embeddings of the others has to be
-    exactly 0. The model computes in evaluation mode, and its mode is restored.
+    The gradient of each sample's logits with respect to the embeddings of all other samples has to
+    be exactly 0. The model computes in evaluation mode, and its mode is restored.
 
     Args:
-        model: Any model that returns logits: a tensor, or a part `logits` of its output.
+        model: Any model that returns logits, as a tensor or as `logits` of its output.
         batch: Arguments of the model, of rows of shape (rows, tokens), as the collator made it.
         starts: First token of each sample, or a list of them for each row. None takes those at
             which `position_ids` restart; without these, each of several rows is a sample.
 
     Raises:
-        MismatchError: A sample depends on another one. It is an AssertionError, and names the first
-            two samples and the first module that mixes them.
+        MismatchError: A sample depends on another sample. The error is an AssertionError, and names
+            the first two such samples and the first module that mixes them.
         ArgumentError: The batch has no packed rows, or its parts disagree on where samples begin.
         ModelError: The model has no gradients.
     """
@@ -72,21 +74,21 @@ def assert_equal_to_alone(
     Assert that packed samples have the same logits, losses and gradients as each sample alone.
 
     The loss of a sample is the mean over its labels, or over all its tokens if there are no labels.
-    The gradients are those of the sum of the samples' losses.
+    The compared gradients are those of the sum of the samples' losses.
 
     Args:
-        model: Any model that returns logits, with weights that train.
+        model: Any model that returns logits, with trainable weights.
         batch: Arguments of the model, of rows of shape (rows, tokens), as the collator made it.
         starts: First token of each sample, or a list of them for each row. None takes those at
             which `position_ids` restart; without these, each of several rows is a sample.
-        alone: A batch of each sample by itself, in the order of the row. None cuts them out of the
-            row; images cannot be cut out.
-        limit: Largest relative difference that is allowed. None takes the difference that rounding
-            can cause, by the type of the weights and the number of layers.
+        alone: A batch for each sample by itself, in the order of the row. With None, samples are
+            cut out of the row, which does not work with images.
+        limit: Largest allowed relative difference. None takes the difference that rounding can
+            cause with the dtype and the number of layers of the model.
 
     Raises:
-        MismatchError: A sample differs. It is an AssertionError, and names the sample and the first
-            module that computes something else.
+        MismatchError: A sample differs. The error is an AssertionError, and names the sample and
+            the first module whose results differ.
         ArgumentError: The batch has no packed rows, or its parts disagree on where samples begin.
         ModelError: The model has no gradients.
     """
@@ -117,14 +119,16 @@ def assert_equal_to_alone(
 
 
 def refuse_sharded_weights(model: torch.nn.Module) -> None:
-    """Refuse a model if this process does not hold all of its weights in full."""
+    """Refuse a model with sharded weights, of which this process has only a part."""
     if (name := find_sharded_weight(model)) is not None:
         reason = f"the model's weight {name} is sharded (FSDP, ZeRO-3): test the model before it is sharded"
         raise ModelError("probe", reason)
 
 
 def _difference_error(fact: str, where: NamedModule | None = None, **details: Any) -> MismatchError:
-    """Return the error of a difference, with the first module that shows it in its message."""
+    """
+    Return the error about a difference; its message names the first module whose results differ.
+    """
     return MismatchError("unlike_alone", f"{fact}{_location_text(where)}", {**details, "module": where and where.name})
 
 
@@ -134,8 +138,8 @@ def _location_text(where: NamedModule | None) -> str:
 
 def _refuse_crossing_labels(row: PackedBatch) -> None:
     """
-    Raise MismatchError if the last token of a sample would learn the first token of the next
-    sample, and ArgumentError if labels and rows differ in shape.
+    Raise MismatchError if the last token of a sample would learn to predict the next sample's first
+    token. Raise ArgumentError if labels and rows differ in shape.
     """
     if row.labels is None:
         return

@@ -3,8 +3,8 @@ Comparison of a model's results for packed samples with its results for each sam
 
 The probe, `packplan check` and `packplan.testing` call `run_alone`, which computes each sample by
 itself. Then they call `packed_and_alone`, which computes the packed rows and returns the
-differences. A caller gives the model, its samples, and how its host calls the model.
-`difference_limit` returns the largest difference that is allowed, for a model of any size.
+differences. Callers pass the model, its samples, and the function by which a trainer calls the
+model. `difference_limit` returns the largest allowed difference for a model of any size.
 """
 
 import math
@@ -25,20 +25,20 @@ from packplan.core.equality import EQUALITY_LIMITS, Precision, ProbeResult, loss
 from packplan.core.errors import ModelError
 
 _MIN_TOKENS = 8
-"""Fewest tokens of a sample whose median difference is compared."""
+"""Minimum number of tokens of a sample whose median difference is compared."""
 
 _TF32 = 2.0**-10
-"""Step of float32 products that PyTorch may round for speed."""
+"""Relative rounding step of float32 products that PyTorch may compute in TF32."""
 
 _OTHER_EXPERTS = 0.1
 """
-Difference that another choice of experts may add to a sample's median token.
+Difference that another choice of experts may add to the median difference of a sample's tokens.
 
-0.07 was measured.
+The largest difference measured was 0.07.
 """
 
 Call = Callable[..., Any]
-"""A model, or the way in which a host calls it."""
+"""A model, or a function by which a trainer calls the model."""
 
 
 @attrs.frozen(eq=False)
@@ -49,10 +49,10 @@ class Outcome:
     """Sum of the samples' weighted losses."""
 
     gradients: Gradients
-    """Gradients of `loss`, the sum."""
+    """Gradients of `loss`, by the name of the weight."""
 
     norms: float = 0.0
-    """Norm of the gradients, or the sum of the norms if samples were computed alone."""
+    """Norm of the gradients; if samples were computed alone, the sum of their gradients' norms."""
 
     logits: Sequence[torch.Tensor] = ()
     """Logits of each sample; float32 or wider, of shape (tokens, vocabulary)."""
@@ -61,15 +61,17 @@ class Outcome:
     """Mean loss of each sample."""
 
     scale: float = 1.0
-    """Largest absolute logit: losses inherit its rounding."""
+    """Largest absolute logit, whose rounding limits the precision of losses."""
 
 
 @attrs.frozen
 class Comparison:
-    """Relative differences between two outcomes; infinite where one is not a finite number."""
+    """
+    Relative differences between two outcomes; infinite if a value of an outcome is not finite.
+    """
 
     logits: tuple[float, ...]
-    """Largest difference of a logit of each sample, divided by the largest logit."""
+    """Largest difference of each sample's logits, divided by the largest logit of all samples."""
 
     losses: tuple[float, ...]
     """Difference of each sample's mean loss."""
@@ -78,13 +80,13 @@ class Comparison:
     """Difference of the sum of the weighted losses."""
 
     gradients: float
-    """Norm of the difference of the gradients, divided by the expected norms."""
+    """Norm of the difference of the gradients, divided by the norm of the expected gradients."""
 
     weight: str
     """Name of the weight whose gradient differs most."""
 
     dependences: tuple[Dependence, ...] = ()
-    """Dependence of each reader's logits on other samples."""
+    """For each tested sample, the dependence of its logits on other samples."""
 
     @property
     def worst(self) -> ProbeResult:
@@ -114,11 +116,11 @@ def packed_and_alone(
         samples: The rows' samples, in their order.
         alone: Outcome of `run_alone`. If it has no gradients, the gradients of weights are not
             compared.
-        call: The way in which a host calls the model; None calls it as it is.
-        readers: Samples whose dependence on other samples is computed; None takes all.
-        sources: Pixels of the rows, each with the index of its sample.
-        step: Computes loss and gradients of the rows as training does; None takes the loss and
-            gradients of the samples' weighted losses.
+        call: Function by which a trainer calls the model; None calls the model itself.
+        readers: Indices of samples whose dependence on other samples is computed; None takes all.
+        sources: Gradient edges of the rows' pixels, each with the index of its sample.
+        step: Function that computes loss and gradients of the rows as training does. With None,
+            both are computed from the samples' weighted losses.
         median: See `compare`.
 
     Raises:
@@ -142,12 +144,12 @@ def run_watched(
     model: torch.nn.Module, packed: PackedBatch, *, call: Call | None = None
 ) -> tuple[WatchedPass, torch.Tensor]:
     """
-    Compute packed rows; return the pass, which keeps their embeddings, and the logits.
+    Compute packed rows; return the pass with the recorded embeddings, and the logits.
 
     Args:
         model: Model that computes.
         packed: Rows, with the arguments of the call.
-        call: The way in which a host calls the model; None calls it as it is.
+        call: Function by which a trainer calls the model; None calls the model itself.
 
     Raises:
         ModelError: There are no logits for each token.
@@ -165,10 +167,10 @@ def read_outcome(
     keep_logits: bool = True,
 ) -> Outcome:
     """
-    Return logits, losses and gradients of samples whose logits one forward pass computed.
+    Return logits, losses and gradients of samples from the logits of one forward pass.
 
     Args:
-        model: Model that computed them.
+        model: Model that has computed the logits.
         logits: Logits of each sample; shape (tokens, vocabulary).
         samples: The samples.
         with_gradients: Whether to compute the gradients of the weights.
@@ -202,12 +204,13 @@ def run_alone(
     Return logits, losses and gradients of samples that are computed one by one, the last one first.
 
     The order is reversed because a layer may keep a state between calls. If the samples were
-    computed in the order of the row, that state would be the same as in the row and hide a leak.
+    computed in the order of the row, the layer's state would be the same as in the row, and would
+    hide a leak.
 
     Args:
         model: Model that computes.
         samples: The samples.
-        call: The way in which a host calls the model; None calls it as it is.
+        call: Function by which a trainer calls the model; None calls the model itself.
         with_gradients: Whether to compute the gradients of the weights.
         keep_logits: Whether to keep the logits and the loss of each sample.
     """
@@ -232,13 +235,13 @@ def run_alone(
 
 def compare(found: Outcome, expected: Outcome, *, median: bool = False) -> Comparison:
     """
-    Compare an outcome with the expected one.
+    Compare an outcome with the expected outcome.
 
     Args:
         found: Outcome of packed samples.
         expected: Outcome of the same samples alone.
-        median: Compare the median difference of each sample's tokens, not the largest, and no
-            losses; see `experts_may_differ`.
+        median: Whether to compare each sample's median token difference instead of the largest one,
+            and no losses; see `experts_may_differ`.
     """
     by_weight = difference_norms(found.gradients, expected.gradients)
     difference = math.hypot(*by_weight.values())
@@ -256,12 +259,12 @@ def compare_values(
     found: Sequence[torch.Tensor], expected: Sequence[torch.Tensor], *, median: bool = False
 ) -> list[float]:
     """
-    Return each sample's largest difference, relative to the largest expected value.
+    Return each sample's largest difference, relative to the largest expected value of all samples.
 
     Args:
         found: Values of each sample; shape (tokens, width).
         expected: Values of the same samples alone.
-        median: Compare the median difference of each sample's tokens, not the largest.
+        median: Whether to compare each sample's median token difference instead of the largest one.
     """
     scale = max((float(own.abs().max()) for own in expected), default=0.0) or 1.0
     pairs = zip(found, expected, strict=True)
@@ -270,11 +273,13 @@ def compare_values(
 
 def reduce_differences(tokens: torch.Tensor, *, median: bool) -> float:
     """
-    Return the largest (or median) difference of a sample's tokens; infinity if not all are finite.
+    Return the largest or median difference of a sample's tokens; infinity if a difference is not
+    finite.
 
     Args:
         tokens: Difference of each token; shape (tokens,).
-        median: Take the median, 0 for few tokens: rounding may choose other experts for some.
+        median: Whether to take the median, since rounding may choose other experts for some tokens.
+            It is 0 for samples of few tokens.
     """
     if not bool(tokens.isfinite().all()):
         return math.inf
@@ -289,7 +294,7 @@ def read_logits(output: Any, shape: Shape) -> torch.Tensor:
 
     Args:
         output: A tensor, or an output with a field `logits`.
-        shape: Rows, and tokens of each.
+        shape: Number of rows, and number of tokens of each row.
 
     Raises:
         ModelError: The output has no logits of this shape.
@@ -307,7 +312,8 @@ def read_logits(output: Any, shape: Shape) -> torch.Tensor:
 
 def compute_precision(model: torch.nn.Module) -> Precision:
     """
-    Return the precision of a model's products: the precision of autocast, else of its weights.
+    Return the precision of a model's products: that of autocast if it is on, else that of the
+    weights.
     """
     names: dict[torch.dtype, Precision] = {torch.float16: "float16", torch.bfloat16: "bfloat16"}
     return names.get(compute_dtype(next(model.parameters())), "float32")
@@ -315,12 +321,13 @@ def compute_precision(model: torch.nn.Module) -> Precision:
 
 def difference_limit(model: torch.nn.Module, precision: Precision | None = None, *, experts: bool = True) -> float:
     """
-    Return the largest relative difference that is allowed between packed samples and samples alone.
+    Return the largest allowed relative difference between packed samples and samples alone.
 
     Args:
         model: Model that computes.
-        precision: Precision of its products; None takes `compute_precision`.
-        experts: Allow more if rounding may choose other experts, for comparing medians.
+        precision: Precision of the model's products; None takes `compute_precision`.
+        experts: Whether medians are compared, for which more is allowed if rounding may choose
+            other experts.
     """
     precision = precision or compute_precision(model)
     rounding = rounding_limit(_rounding_step(precision), layers=_count_layers(model))
@@ -331,14 +338,14 @@ def experts_may_differ(model: torch.nn.Module) -> bool:
     """
     Return whether rounding may make a model choose other experts for a token.
 
-    This holds for scores that are rounded to 16 bits or TF32.
+    Rounding may do so if router scores are rounded to 16 bits or TF32.
     """
     has_experts = any("expert" in name for name, _ in model.named_modules())
     return has_experts and _rounding_step(compute_precision(model)) >= _TF32
 
 
 def _count_layers(model: torch.nn.Module) -> int:
-    """Return the number of layers, by the configuration or else by the longest list of modules."""
+    """Return the number of layers from the configuration, else from the longest list of modules."""
     config: Any = getattr(model, "config", None)
     text = config.get_text_config() if hasattr(config, "get_text_config") else config
     lists = (len(one) for one in model.modules() if isinstance(one, torch.nn.ModuleList))
@@ -346,14 +353,14 @@ def _count_layers(model: torch.nn.Module) -> int:
 
 
 def _rounding_step(precision: Precision) -> float:
-    """Return the step to which products are rounded."""
+    """Return the relative step to which products are rounded."""
     if precision == "float32" and torch.get_float32_matmul_precision() != "highest":
         return _TF32
     return float(torch.finfo(getattr(torch, precision)).eps)
 
 
 def _widen(values: torch.Tensor) -> torch.Tensor:
-    """Return values as float32, or as they are where that is wider."""
+    """Return values as float32, or unchanged if their dtype is wider."""
     return values.to(torch.promote_types(values.dtype, torch.float32))
 
 

@@ -1,17 +1,19 @@
 """
 Comparison of the first call of each kind of a hooked model with its padded pass.
 
-`unpad` proves equality on random tokens. Here loss, outputs, and the gradient with respect to the
-embeddings of the tokens are compared once more, on the user's batch. Training afterwards is the
-same, bit for bit, as without the comparison.
+`unpad` tests equality on random tokens. This module compares the loss, the outputs, and the
+gradient with respect to token embeddings once more, on the user's batch. Training afterwards is bit
+for bit the same as without the comparison.
 
-Ranks may have first calls of different kinds, so no rank waits for another one here. A rank that
-finds a difference writes it to the store of torch.distributed, and computes with padding from then
-on. Every rank reads the store before it updates weights, so all end together. The process of rank 0
-may hold the store, so it ends only after the other ranks have read it.
+Ranks may have first calls of different kinds, so no rank waits for another rank during a
+comparison. A rank that finds a difference writes it to the store of torch.distributed, and computes
+with padding from then on. Every rank reads the store before it updates weights, so all ranks end
+together. The store may be in the process of rank 0, which therefore ends only after the other ranks
+have read it.
 
-Where weights are sharded, no rank computes a pass alone. So if one rank has a first call, all ranks
-compare theirs: loss and outputs, without gradients. They end together at once.
+If weights are sharded, no rank can compute a pass alone. So if one rank has a first call, all ranks
+compare their calls: loss and outputs, without gradients. If there is a difference, all ranks end at
+once.
 """
 
 import logging
@@ -41,31 +43,35 @@ from packplan.core.errors import ArgumentError, MismatchError, ModelError, RunEr
 log = logging.getLogger(__name__)
 
 _NUMBERS = count()
-"""Number of each comparison in this process; ranks hook their models in the same order."""
+"""
+Counter of `FirstCalls` in this process. It agrees between ranks, which hook their models in the
+same order.
+"""
 
 _MODELS = count()
-"""Number of each model of shared weights that this process was asked to hook."""
+"""Counter of models with sharded weights that this process was asked to hook."""
 
 _ASKED_CALLS = 16
 """
-Calls in a row without a new kind after which ranks that share weights stop asking each other.
+Number of consecutive calls without a new kind, after which ranks with sharded weights stop
+exchanging whether they have one.
 
-Each question makes a GPU wait for all ranks.
+Each exchange makes a GPU wait for all ranks.
 """
 
 _NEEDED = {"input_ids", "inputs_embeds", "attention_mask", "labels"}
-"""Inputs that stay when inputs are left out one by one to find the cause of a difference."""
+"""Inputs that are never left out in the search for the input that causes a difference."""
 
 _PATIENCE = timedelta(minutes=10)
-"""Longest time that a rank waits for the others with the same model."""
+"""Longest time that a rank waits for the other ranks to reach the same model."""
 
 _HOLD_S = 30
-"""Seconds that rank 0 waits at its end for ranks that have read the store less often."""
+"""Seconds for which rank 0 waits at its end for ranks that have read the store fewer times."""
 
 _POLL_S = 0.01
 
 _HOOKLESS = "without hooks"
-"""Word of a rank whose hooks are removed."""
+"""Word by which a rank announces that its hooks are removed."""
 
 NOT_PACKED = "it is given no attention_mask of shape (rows, positions)"
 """Reason why a text stack that could be packed is not."""
@@ -73,19 +79,20 @@ NOT_PACKED = "it is given no attention_mask of shape (rows, positions)"
 
 @attrs.define(eq=False)
 class _StoredFact:
-    """The first difference that any rank has found, in the store of torch.distributed."""
+    """First difference that any rank has found, kept in the store of torch.distributed."""
 
     key: str
-    """Key in the store, the same on all ranks."""
+    """Key in the store, which is the same on all ranks."""
 
     store: Any = None
     num_reads: int = 0
 
     def join(self) -> Any:
         """
-        Return the store; from the first call on, rank 0 holds it until this rank has read it too.
+        Return the store. After the first call, rank 0 keeps the store open until this rank has read
+        it too.
 
-        That call comes before gradients are reduced, so no rank has ended before.
+        The first call comes before gradients are reduced, so no rank has ended by then.
         """
         if self.store is not (store := _get_default_store()):
             self.store, self.num_reads = store, 0
@@ -100,15 +107,15 @@ class _StoredFact:
         self._set_reads("inf")
 
     def tell(self, fact: str) -> None:
-        """Store a difference, unless another rank has."""
+        """Write a difference to the store, unless another rank has written one."""
         self.join().compare_set(self.key, "", f"rank {dist.get_rank()}: {fact}")
 
     def read(self) -> str | None:
         """
-        Return the difference that any rank has found; None if none has.
+        Return the difference that a rank has found; None if no rank has found one.
 
         Raises:
-            RunError: The process of rank 0 was killed, and the store with it.
+            RunError: The process of rank 0, which kept the store, was killed.
         """
         try:
             store = self.join()
@@ -116,7 +123,7 @@ class _StoredFact:
             self.num_reads += 1
             self._set_reads(str(self.num_reads))
         except dist.DistError as error:
-            fact = "rank 0 is gone, so results of the first calls on other ranks are unknown: no weight is updated"
+            fact = "rank 0 has ended, so results of the first calls on other ranks are unknown: no weight is updated"
             raise RunError("rank_gone", fact) from error
         return fact
 
@@ -124,7 +131,10 @@ class _StoredFact:
         self.store.set(f"{self.key}/reads/{dist.get_rank()}", number)
 
     def _await_readers(self, store: Any, world_size: int) -> None:
-        """Wait at the end of rank 0, for `_HOLD_S` at most, until no rank has read less often."""
+        """
+        Wait at the end of rank 0, for at most `_HOLD_S`, until all ranks have read the store as
+        often.
+        """
         deadline, names = time.monotonic() + _HOLD_S, [f"{self.key}/reads/{rank}" for rank in range(1, world_size)]
         with suppress(dist.DistError):
             joined = [name for name in names if store.check([name])]
@@ -133,10 +143,10 @@ class _StoredFact:
 
 
 class FirstCalls:
-    """Comparisons of a model's calls with padded passes, once for each kind of call."""
+    """Comparison of a model's calls with padded passes, once for each kind of call."""
 
     def __init__(self, native: str) -> None:
-        """Compute padded passes by transformers' attention *native*."""
+        """Store the name of transformers' attention that computes padded passes."""
         self._native, self._key = native, f"packplan/unlike_padded/{next(_NUMBERS)}"
         self._stored = _StoredFact(self._key)
         self._kinds: set[Any] = set()
@@ -154,12 +164,13 @@ class FirstCalls:
             module: The model, its wrapper or its text stack.
             given: Arguments of the call by name.
             tokens: Real tokens of the batch; None if the call is not packed.
-            meets: Whether ranks that share weights exchange their findings. They do so once in each
-                call, so all equally often, whether or not their batches are padded.
+            meets: Whether ranks with sharded weights exchange their findings. They do so once in
+                each call, whether or not their batches are padded, so that every rank does so the
+                same number of times.
 
         Raises:
-            MismatchError: They differ. On several ranks that have all weights, `refuse_step` raises
-                it.
+            MismatchError: The passes differ. On several ranks with whole weights, `refuse_step`
+                raises it instead.
         """
         if has_ranks():
             self._stored.join()
@@ -195,7 +206,10 @@ class FirstCalls:
     def _ask_ranks(
         self, module: Any, given: dict[str, Any], tokens: RealTokens | None, *, is_new: bool, meets: bool = True
     ) -> bool:
-        """Return whether a rank has a new kind of call; all ranks meet here equally often."""
+        """
+        Return whether any rank has a new kind of call. Every rank has to call this the same number
+        of times.
+        """
         mode = module, module.training, torch.is_grad_enabled()
         left = self._calls_left.get(mode, _ASKED_CALLS) if meets else 0
         found = gather_from_ranks((is_new, count_tower_runs(module, given))) if left > 0 else []
@@ -218,7 +232,8 @@ class FirstCalls:
         self, hooks: Any, module: Any, given: dict[str, Any], tokens: RealTokens | None, *, together: bool
     ) -> str | None:
         """
-        Describe how a call differs from its padded pass, or log the reason why it is not compared.
+        Return a clause that says how a call differs from its padded pass, or log why it is not
+        compared.
         """
         words = _describe_call(module, given, tokens)
         try:
@@ -242,7 +257,9 @@ class FirstCalls:
         return module, mode, torch.is_grad_enabled(), hooks.omits_eval_logits, sides, frozenset(shapes.items())
 
     def _deciding_input(self, hooks: Any, module: Any, given: dict[str, Any], tokens: RealTokens) -> str:
-        """Return a clause on the first input without which a call equals its padded pass."""
+        """
+        Return a clause that names the first input without which a call equals its padded pass.
+        """
         for name in sorted(given.keys() - _NEEDED):
             with suppress(Exception):
                 others = {one: value for one, value in given.items() if one != name}
@@ -251,7 +268,7 @@ class FirstCalls:
         return ""
 
     def remove(self) -> None:
-        """Tell the other ranks that this rank has removed its hooks."""
+        """Write to the store that this rank has removed its hooks."""
         if has_ranks():
             _get_default_store().set(f"{self._key}/{dist.get_rank()}", _HOOKLESS)
             self._stored.leave()
@@ -273,7 +290,9 @@ def _describe_call(module: Any, given: dict[str, Any], tokens: RealTokens | None
 
 
 def _raise_first(fact: str | None) -> None:
-    """Raise MismatchError with the fact of the first rank that has one; all ranks call this."""
+    """
+    Raise MismatchError with the fact of the first rank that has one. Every rank has to call this.
+    """
     for rank, found in enumerate(gather_from_ranks(fact)):
         if found is not None:
             raise MismatchError("unlike_padded", f"rank {rank}: {found}")
@@ -282,9 +301,9 @@ def _raise_first(fact: str | None) -> None:
 @contextmanager
 def raising_together(model: torch.nn.Module) -> Iterator[None]:
     """
-    Raise an error of one rank on all ranks, where they share the model's weights.
+    Raise an error of one rank on all ranks if the model's weights are sharded.
 
-    If each rank has all weights, nothing is changed: a rank may then run the block alone.
+    If each rank has all weights, the context does nothing, so one rank may enter it alone.
     """
     if not has_ranks() or find_sharded_weight(model) is None:
         yield
@@ -307,14 +326,14 @@ def raising_together(model: torch.nn.Module) -> Iterator[None]:
 
 def _meet_ranks(key: str, word: str) -> list[str]:
     """
-    Wait until all ranks are here, without a collective, and return the words of each.
+    Wait, without a collective, until all ranks have called this; return the word of each rank.
 
     Args:
-        key: Name of the place, the same on all ranks.
+        key: Prefix of keys in the store, the same on all ranks.
         word: Word of this rank.
 
     Raises:
-        MismatchError: A rank did not come in time.
+        MismatchError: A rank has not called this within `_PATIENCE`.
     """
     store, rank = _get_default_store(), dist.get_rank()
     store.set(f"{key}/{rank}", word)
@@ -332,15 +351,15 @@ def find_difference(
     hooks: Any, module: Any, given: dict[str, Any], tokens: RealTokens | None, *, native: str, together: bool = False
 ) -> str | None:
     """
-    Describe how a packed call differs from its padded pass, as a clause; None if it does not.
+    Return a clause that says how a packed call differs from its padded pass; None if it does not.
 
     Args:
         hooks: `Unpadding` of the model.
         module: The model, its wrapper or its text stack.
         given: Arguments of the call by name.
-        tokens: Real tokens of the batch; None if the call is not packed, and not compared.
+        tokens: Real tokens of the batch; None if this call is not packed, and so not compared.
         native: Attention of transformers that computes the padded pass.
-        together: Whether ranks share the weights, so that all compute the same passes, without
+        together: Whether weights are sharded, so that all ranks compute the same passes, without
             gradients.
     """
     if together and "use_cache" in given:  # without gradients that is generation

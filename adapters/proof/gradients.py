@@ -1,8 +1,8 @@
 """
 Dependence of results on samples, measured by gradients with respect to token embeddings.
 
-Without a path from a sample to a result, the gradient is exactly 0, however the kernel rounds. So
-no threshold is needed, and even the smallest dependence on another sample is found.
+If a result does not depend on a sample, its gradient at the sample is exactly 0, however the kernel
+rounds. So no threshold is needed, and even the smallest dependence on another sample is found.
 """
 
 from __future__ import annotations
@@ -20,16 +20,18 @@ from packplan.adapters.proof.batches import PackedBatch, Shape
 from packplan.core.errors import ModelError
 
 _SEED = 11
-"""Seed of the random weights in the sum of a tensor's numbers, whose gradient is taken."""
+"""Seed of random weights. Gradients are those of a tensor's values, summed with these weights."""
 
 
 def view_by_token(value: Any, shape: Shape) -> torch.Tensor | None:
     """
-    Return a view of a tensor whose first axes are rows and tokens; None if it has no such axes.
+    Return a view of a tensor whose first axes are rows and tokens; None if the tensor has no such
+    axes.
 
     Args:
-        value: Anything that a module takes or returns.
-        shape: Rows of the batch, and tokens of each; they may be one axis.
+        value: Any argument or output of a module.
+        shape: Number of rows of the batch, and number of tokens of each row. Rows and tokens of
+            *value* may be one axis.
     """
     if not isinstance(value, torch.Tensor):
         return None
@@ -46,7 +48,9 @@ def view_by_token(value: Any, shape: Shape) -> torch.Tensor | None:
 
 @attrs.frozen(eq=False)
 class TensorNode:
-    """Node of the autograd graph that stands for a tensor of a forward pass, with its shape."""
+    """
+    Node of the autograd graph that produced a tensor of a forward pass, with the tensor's shape.
+    """
 
     edge: GradientEdge
     example: torch.Tensor
@@ -54,7 +58,10 @@ class TensorNode:
 
     @classmethod
     def from_value(cls, value: Any, shape: Shape) -> TensorNode | None:
-        """Return the node of a tensor; None if it has no gradient or no tokens of the batch."""
+        """
+        Return the node of a tensor; None if the tensor has no gradient, or no axes of rows and
+        tokens.
+        """
         if view_by_token(value, shape) is None or not value.requires_grad or not value.is_floating_point():
             return None
         return cls(get_gradient_edge(value), value.new_empty(1).expand(value.shape))
@@ -62,19 +69,29 @@ class TensorNode:
 
 @attrs.frozen
 class Dependence:
-    """Gradients that say how much one sample's result depends on another sample, and on itself."""
+    """
+    Gradients that measure how much one sample's result depends on another sample, and on itself.
+    """
 
     reader: int
     """Index of the sample whose result is differentiated."""
 
     source: int
-    """Index of the other sample on which the result depends most; *reader* if on none."""
+    """
+    Index of the other sample on which the result depends most; `reader` if it depends on no other
+    sample.
+    """
 
     size: float
-    """Largest gradient with respect to *source*; 0 if it depends on no other sample."""
+    """
+    Largest gradient with respect to sample `source`; 0 if the result depends on no other sample.
+    """
 
     own: float
-    """Largest gradient with respect to *reader*; 0 or not finite if the test proves nothing."""
+    """
+    Largest gradient with respect to sample `reader`. If it is 0 or not finite, the test proves
+    nothing.
+    """
 
     @property
     def isolation(self) -> float:
@@ -91,12 +108,12 @@ class WatchedPass:
     packed: PackedBatch
 
     inputs: dict[str, Any]
-    """Arguments of the pass; embeddings among them have a gradient."""
+    """Arguments of the pass; if they include embeddings, these require a gradient."""
 
     sources: list[tuple[GradientEdge, int | None]] = attrs.field(factory=list)
     """
-    Recorded inputs: the embeddings of all tokens with None, and pixels with the index of their
-    sample.
+    Gradient edges of recorded inputs: embeddings of all tokens, with None, and pixels, with the
+    index of their sample.
     """
 
     def logit_dependences(self, logits: torch.Tensor, readers: Iterable[int] | None = None) -> Iterator[Dependence]:
@@ -104,7 +121,7 @@ class WatchedPass:
         Yield, for each reader, the other sample on which its logits depend most.
 
         Args:
-            logits: Logits that the pass computed of the rows.
+            logits: Logits of the rows, which the pass has computed.
             readers: Indices of the samples to test; None takes all.
 
         Raises:
@@ -136,12 +153,13 @@ class WatchedPass:
 
     def _gradient_sizes(self, result: TensorNode, reader: int, weights: torch.Tensor) -> list[float]:
         """
-        Return the largest gradient of one sample's part of a result at each sample's embeddings.
+        Return the largest gradient of one sample's part of a result with respect to each sample's
+        embeddings.
 
         Args:
-            result: Tensor of the pass, with the tokens.
-            reader: The sample.
-            weights: Weights of the result's numbers in the sum that is differentiated.
+            result: Tensor of the pass that has axes of rows and tokens.
+            reader: Index of the sample.
+            weights: Weights of the result's values in the sum that is differentiated.
         """
         own, places = torch.zeros_like(weights), self.packed.places
         self._view_by_token(own)[places[reader]] = self._view_by_token(weights)[places[reader]]
@@ -168,7 +186,8 @@ class WatchedPass:
 
 def open_source(embedded: torch.Tensor) -> tuple[GradientEdge, torch.Tensor]:
     """
-    Return the node of embedded tokens, made to require a gradient, and the tokens to go on with.
+    Return the gradient edge of embedded tokens, which then require a gradient, and the embedded
+    tokens to continue with.
     """
     if embedded.requires_grad:
         return get_gradient_edge(embedded), embedded
@@ -184,7 +203,7 @@ def watching_embeddings(model: torch.nn.Module, packed: PackedBatch) -> Iterator
     watched = WatchedPass(packed, dict(packed.inputs))
 
     def collect_source(_: Any, __: Any, output: Any) -> Any:
-        """Note the output of an embedding layer, made to require a gradient, as a source."""
+        """Record the output of an embedding layer as a source, and make it require a gradient."""
         if view_by_token(output, packed.shape) is None or not torch.is_grad_enabled():
             return output
         edge, embedded = open_source(output)
@@ -201,7 +220,7 @@ def watching_embeddings(model: torch.nn.Module, packed: PackedBatch) -> Iterator
 
 
 def _embedding_modules(model: torch.nn.Module) -> list[torch.nn.Module]:
-    """Return all `nn.Embedding` modules, and the one that the model names for its inputs."""
+    """Return all `nn.Embedding` modules, and the module that `get_input_embeddings` returns."""
     found: list[torch.nn.Module] = [module for module in model.modules() if isinstance(module, torch.nn.Embedding)]
     try:
         own: Any = model.get_input_embeddings()  # type: ignore[operator]  # of transformers' models

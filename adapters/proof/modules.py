@@ -2,9 +2,9 @@
 Search for the module that mixes samples, or computes a packed sample and the sample alone
 differently.
 
-The calls of a model's modules are a tree. The search goes down from the model: of the calls inside
-a call, it takes the first whose output shows the fault while its inputs do not. The search does not
-go into other calls, such as calls that only order tokens for experts.
+The calls of a model's modules are a tree. The search goes down from the model: among the calls
+inside a call, it selects the first whose output shows the fault while its inputs do not. The search
+does not enter other calls, such as calls that only sort tokens for experts.
 """
 
 from __future__ import annotations
@@ -43,20 +43,21 @@ class _ModuleCall:
 
     module: NamedModule
     inputs: list[Any]
-    """Kept parts of the module's arguments."""
+    """Recorded parts of the module's arguments."""
 
     outputs: list[Any] = attrs.field(factory=list)
-    """Kept parts of the module's output."""
+    """Recorded parts of the module's output."""
 
     children: list[_ModuleCall] = attrs.field(factory=list)
-    """Calls of other modules during this one, in their order."""
+    """Calls of other modules during this call, in their order."""
 
 
 def first_leak(model: torch.nn.Module, packed: PackedBatch) -> tuple[Dependence, NamedModule | None] | None:
     """
-    Return the first sample whose logits depend on another one, or not on itself; None without one.
+    Return the first sample whose logits depend on another sample, or not on itself; None if there
+    is none.
 
-    Returned are the dependence, and the module that mixes the samples if it is found.
+    The result is the dependence, and the module that mixes the samples (None if it is not found).
 
     Args:
         model: Model in evaluation mode.
@@ -70,13 +71,13 @@ def first_leak(model: torch.nn.Module, packed: PackedBatch) -> tuple[Dependence,
 @contextmanager
 def _record_calls(model: torch.nn.Module, keep: Callable[[Any], Any | None]) -> Iterator[list[_ModuleCall]]:
     """
-    Record the module calls inside the block; the list then holds the calls of the model itself.
+    Record module calls inside this context; afterwards the list has the calls of the model itself.
 
-    A call whose output has no kept part is left out, and the calls inside it take its place.
+    A call whose output has no recorded part is replaced by the calls inside it.
 
     Args:
-        model: Model that computes inside.
-        keep: Function from a tensor that a module takes or returns to the part to keep, or None.
+        model: Model whose calls are recorded.
+        keep: Function that returns the part to record of a module's argument or output, or None.
     """
     calls: list[_ModuleCall] = []
     running = [calls]
@@ -111,12 +112,13 @@ def _kept_parts(value: Any, keep: Callable[[Any], Any | None]) -> list[Any]:
 
 def first_mixing_module(model: torch.nn.Module, packed: PackedBatch, reader: int) -> NamedModule | None:
     """
-    Return the first module whose output, but not its input, mixes a sample with another one.
+    Return the first module whose output mixes a sample with another sample, while its input does
+    not.
 
     Args:
         model: Model in evaluation mode.
         packed: Packed rows.
-        reader: Sample whose logits depend on another.
+        reader: Index of the sample whose logits depend on another sample.
     """
     with (
         torch.enable_grad(),
@@ -133,7 +135,10 @@ def first_mixing_module(model: torch.nn.Module, packed: PackedBatch, reader: int
 
 
 def _innermost(calls: Iterable[C], shows: Callable[[C], bool], inside: Callable[[C], Iterable[C]]) -> C | None:
-    """Return the innermost call that shows a fault: the first one, then the first inside of it."""
+    """
+    Return the innermost call that shows a fault: the first call, then the first such call inside
+    it, and so on.
+    """
     found = None
     while (inner := next(filter(shows, calls), None)) is not None:
         found, calls = inner, inside(inner)
@@ -173,7 +178,7 @@ def first_different_module(
 
 
 def _copy_sample_part(value: Any, *, shape: Shape, place: Place) -> torch.Tensor | None:
-    """Return a copy of a tensor's part of one sample, with the tokens first."""
+    """Return a copy of one sample's part of a tensor, with tokens as the first axis."""
     view = view_by_token(value, shape)
     if view is None or not view.is_floating_point():
         return None
@@ -182,7 +187,9 @@ def _copy_sample_part(value: Any, *, shape: Shape, place: Place) -> torch.Tensor
 
 
 def _differs(found: Sequence[torch.Tensor], expected: Sequence[torch.Tensor], limit: float) -> bool:
-    """Return whether a tensor differs from the expected one by more than *limit*, relatively."""
+    """
+    Return whether the relative difference of a tensor from the expected tensor exceeds *limit*.
+    """
     if len(found) != len(expected):
         return False  # they cannot be compared
     return any(

@@ -1,5 +1,5 @@
 """
-Comparison of a model's packed call with its padded pass, on a batch of the user.
+Comparison of a model's packed call with its padded pass, on a batch of the user's data.
 
 `run_pass` computes a call without dropout and noise, and restores random state, buffers and
 gradients afterwards. `difference_text` compares the results of two passes by sample.
@@ -25,20 +25,22 @@ from packplan.adapters.proof.steps import restoring_training_state
 from packplan.core.equality import ProbeResult, loss_difference
 
 _SEED = 13
-"""Seed of the weights in a sum of the outputs, whose gradient is taken if there is no loss."""
+"""Seed of the weights of a sum of outputs; without a loss, the gradient of this sum is computed."""
 
 _SKIPPED = re.compile("(cross_)?attentions|past_key_values|image|video|rope_deltas")
-"""Names of outputs that a packed call need not give in the padded form."""
+"""Pattern of the names of outputs that a packed call need not return in the padded form."""
 
 _STATES, _GRADIENT = "last hidden state", "gradient of the embeddings"
 
 
 @attrs.define(eq=False)
 class Pass:
-    """Results of a forward pass, and the size of differences that rounding may cause."""
+    """Results of a forward pass, and the largest difference that rounding may cause."""
 
     values: dict[str, list[torch.Tensor]] = attrs.field(factory=dict)
-    """Name -> values of each sample; shape (tokens, width), or (1, width) for pooled ones."""
+    """
+    Name of an output -> values of each sample, of shape (tokens, width), or (1, width) if pooled.
+    """
 
     scalars: dict[str, float] = attrs.field(factory=dict)
 
@@ -60,16 +62,16 @@ def run_pass(
     keeps: Any = None,
 ) -> Pass:
     """
-    Compute a call and the gradient of its loss; without a loss, the gradient of a fixed sum of
-    outputs.
+    Compute a call and the gradient of its loss. Without a loss, compute the gradient of a fixed sum
+    of outputs.
 
     Args:
         model: Model of transformers without wrappers.
-        stack: Text stack of the model, which the call reaches.
+        stack: Text stack of the model, which runs inside the call.
         call: Function that calls the model, its wrapper, or the stack.
         tokens: Real tokens of the batch; None reads no results.
-        contexts: Contexts of the call.
-        keeps: `logits_to_keep` of the call: the number of last columns that have logits, or
+        contexts: Contexts in which the call runs.
+        keeps: Value of `logits_to_keep` of the call: how many last columns have logits, or which
             columns; None or 0 for all.
     """
     run, outputs = Pass(), {}
@@ -106,12 +108,12 @@ def _read_outputs(
     run: Pass, outputs: Mapping[str, torch.Tensor], sources: list[GradientEdge], tokens: RealTokens, kept: torch.Tensor
 ) -> None:
     """
-    Read values by sample off the outputs, their gradient, and gradients between samples.
+    Store the outputs, their gradient and the gradients between samples in *run*, split by sample.
 
     Args:
-        run: Pass that gets them.
+        run: Pass in which the results are stored.
         outputs: Name -> output of the call.
-        sources: Embedded tokens of the call, or nothing without gradients.
+        sources: Gradient edges of the call's embedded tokens; empty without gradients.
         tokens: Real tokens of the batch.
         kept: Columns of the batch that have logits.
     """
@@ -145,11 +147,12 @@ def _read_outputs(
 
 def _by_sample(value: torch.Tensor, tokens: RealTokens, kept: torch.Tensor | None = None) -> Any:
     """
-    Return the values of real tokens, or of rows, and the sample of each; None for others.
+    Return the values of real tokens or of rows, and the sample index of each. The indices are None
+    for other tensors.
 
     Args:
-        value: Shape (rows, positions, …), (1, tokens, …), the same as one axis, (rows, kept
-            columns, …), or (rows, …).
+        value: Tensor of shape (rows, positions, …), (rows * positions, …), (1, tokens, …), (tokens,
+            …), (rows, kept columns, …) or (rows, …).
         tokens: Real tokens of the batch.
         kept: Columns of the batch that have logits.
     """
@@ -179,11 +182,11 @@ def _split(values: torch.Tensor, samples: torch.Tensor) -> list[torch.Tensor]:
 
 def difference_text(found: Pass, expected: Pass) -> str | None:
     """
-    Describe how two results differ beyond rounding, as a clause; None if they do not.
+    Return a clause that says how two passes differ by more than rounding; None if they do not.
 
     Args:
         found: Packed pass.
-        expected: Padded pass. Values that are not finite there are not compared.
+        expected: Padded pass. Its values that are not finite are not compared.
     """
     if found.isolation:
         return ProbeResult(found.isolation, 0.0).reason_against_packing(limit=expected.limit)

@@ -1,10 +1,10 @@
 """
 Assertion that an optimizer step of a user's trainer is the mean over its supervised tokens.
 
-A trainer of transformers runs its own `train` to the end of the first step: its loader, its
-accumulation, its number of items, its `training_step`, its log. The update of the weights is left
-out. A function is called as it is. Afterwards weights, gradients, buffers, random state and the
-trainer's attributes are as before.
+A trainer of transformers runs its own `train` to the end of the first step, including its loader,
+gradient accumulation, number of items, `training_step` and log. Only the update of the weights is
+left out. If a function is passed instead, it is called unchanged. Afterwards weights, gradients,
+buffers, random state and the trainer's attributes are restored.
 
 The reference computes the batches of the step again, without dropout, and takes the mean over the
 supervised tokens of all ranks, in float32 from the logits. So no part of the reference depends on
@@ -33,17 +33,19 @@ from packplan.core.batch import IGNORED_LABEL
 from packplan.core.errors import ArgumentError, MismatchError, ModelError, counted
 
 _ENGINES = ("DEEPSPEED", "FSDP", "MEGATRON_LM")
-"""Distributed types of accelerate in which ranks share a model."""
+"""Distributed types of accelerate that shard a model over ranks."""
 
 _RANDOM = re.compile("drop|noise")
-"""Part of the names of rates by which modules and configurations say how random training is."""
+"""Part of the names of attributes that are rates of dropout or noise."""
 
 _SHARING = ("tp_size", "cp_size", "sp_size")
-"""Settings of accelerate by which ranks share rows."""
+"""Names of settings of accelerate by which ranks share rows."""
 
 
 NOISE = "neftune_noise_alpha"
-"""Attribute of embeddings by which transformers adds noise to them (NEFTune)."""
+"""
+Attribute of an embedding layer: scale of the noise that transformers adds to its output (NEFTune).
+"""
 
 
 @attrs.frozen
@@ -62,33 +64,34 @@ class StepLoss:
     """Norm of the gradients' difference, divided by the sum of the batches' gradient norms."""
 
     factor: float
-    """Scale of the gradients, relative to the gradients of the mean; 1 is right."""
+    """Scale of the gradients, relative to the gradients of the mean; 1 is correct."""
 
     tokens: int
     """Number of supervised tokens."""
 
     limit: float
-    """Largest relative difference that was allowed."""
+    """Largest allowed relative difference."""
 
 
 def assert_step_loss(trainer: Any, *, model: torch.nn.Module | None = None, limit: float | None = None) -> StepLoss:
     """
-    Assert that a step's loss is the mean over its supervised tokens, and that its gradients fit.
+    Assert that a step's loss is the mean over its supervised tokens, with the gradients of this
+    mean.
 
-    The first step of the training is computed without the update of the weights: all its passes,
-    forward and backward, on all ranks. All ranks call this. Dropout is off meanwhile. Afterwards
-    weights, gradients, random state and the trainer's state are as before.
+    All forward and backward passes of the first training step are computed on all ranks, but
+    weights are not updated. Every rank has to call this function. Dropout is off meanwhile.
+    Afterwards weights, gradients, random state and the trainer's state are restored.
 
     Args:
         trainer: Trainer of transformers, or a function that computes the gradients of one step and
-            returns the loss that it reports, or None.
-        model: Model that the function calls with `labels`; None takes the trainer's.
-        limit: Largest relative difference that is allowed. None takes the difference that rounding
-            can cause.
+            returns the loss to report, or None.
+        model: Model that the function calls with `labels`; None takes that of the trainer.
+        limit: Largest allowed relative difference. None takes the difference that rounding can
+            cause.
 
     Raises:
-        MismatchError: The loss or the gradients differ. It is an AssertionError, and names the
-            factor.
+        MismatchError: The loss or the gradients differ. The error is an AssertionError, and names
+            the factor between actual and expected values.
         ArgumentError: The trainer or its batches cannot be read, or the function updates weights.
         ModelError: The model has no gradients to compare.
     """
@@ -152,7 +155,7 @@ def _refuse_shared_or_scaled(trainer: Any) -> None:
 
 
 def _run_function(function: Callable[[], Any], model: torch.nn.Module) -> tuple[Any, Gradients, list[Any]]:
-    """Run a function's step; return its loss, gradients and batches."""
+    """Run the step of a function; return its loss, gradients and batches."""
     batches: list[Mapping[str, Any]] = []
 
     def note_batch(_: Any, positional: tuple[Any, ...], named: dict[str, Any]) -> None:
@@ -167,7 +170,9 @@ def _run_function(function: Callable[[], Any], model: torch.nn.Module) -> tuple[
 
 
 def _run_trainer(trainer: Any, model: torch.nn.Module) -> tuple[Any, Gradients, list[Any]]:
-    """Run a trainer's first step without its update; return its loss, gradients and batches."""
+    """
+    Run a trainer's first step without updating weights; return its loss, gradients and batches.
+    """
     from transformers import TrainerCallback
 
     found: dict[str, Any] = {"loss": None, "gradients": {}}
@@ -175,7 +180,10 @@ def _run_trainer(trainer: Any, model: torch.nn.Module) -> tuple[Any, Gradients, 
     patches = ExitStack()
 
     class RecordWithoutUpdate(TrainerCallback):
-        """Callback that keeps the gradients, skips the update, and ends training after one step."""
+        """
+        Callback that copies the gradients, skips the update of weights, and ends training after one
+        step.
+        """
 
         def on_pre_optimizer_step(self, *_: Any, **__: Any) -> None:
             found["gradients"] = _copy_gradients(model)
@@ -245,13 +253,15 @@ def _run_for_mean(model: torch.nn.Module, samples: list[Sample], tokens: int, au
 
 
 def has_ranks() -> bool:
-    """Return whether there are other ranks; the ranks of a traced step are not real."""
+    """
+    Return whether there are other ranks; ranks of a traced step, which are simulated, do not count.
+    """
     is_one = not (dist.is_available() and dist.is_initialized()) or dist.get_world_size() == 1
     return not is_one and dist.get_backend() != "fake"
 
 
 def gather_from_ranks(value: Any) -> list[Any]:
-    """Return the values of all ranks, in rank order; all ranks call this."""
+    """Return the values of all ranks, in rank order. Every rank has to call this."""
     if not has_ranks():
         return [value]
     found = [value] * dist.get_world_size()
@@ -262,10 +272,10 @@ def gather_from_ranks(value: Any) -> list[Any]:
 @contextmanager
 def restoring_training_state(model: torch.nn.Module) -> Iterator[None]:
     """
-    Inside this context, compute without dropout and noise, and restore everything at its end.
+    Inside this context, compute without dropout and noise; restore the training state at its end.
 
-    The weights have no gradients at first, and inputs get gradients under gradient checkpointing
-    too. Gradients, buffers, modes and random states are restored.
+    Weights have no gradients at the start, and inputs get gradients even under gradient
+    checkpointing. Gradients, buffers, modes and random states are restored at the end.
     """
     with ExitStack() as stack:
         for weight in model.parameters():
@@ -289,12 +299,12 @@ def restoring_training_state(model: torch.nn.Module) -> Iterator[None]:
 @contextmanager
 def trying_losses(trainer: Any, *, batches: int) -> Iterator[None]:
     """
-    Inside this context, a trainer computes losses as in training, but without dropout and noise;
-    afterwards its state and metrics are as before.
+    Inside this context, a trainer computes losses as in training, but without dropout and noise.
+    Afterwards the trainer's state and metrics are restored.
 
     Args:
         trainer: Trainer of transformers or TRL.
-        batches: Batches of a step, by which losses are divided.
+        batches: Number of batches of a step, by which losses are divided.
     """
     with restoring_training_state(trainer.model), restoring_attributes(trainer):
         grown = {name: held for name, held in vars(trainer).items() if "metrics" in name and isinstance(held, dict)}
@@ -304,7 +314,7 @@ def trying_losses(trainer: Any, *, batches: int) -> Iterator[None]:
 
 
 def rounding_limit_of(trainer: Any) -> float:
-    """Return the largest relative difference that rounding in a trainer's step explains."""
+    """Return the largest relative difference that rounding can cause in a trainer's step."""
     with trainer.accelerator.autocast():
         return difference_limit(trainer.model)
 

@@ -81,7 +81,7 @@ def test_packs_that_are_no_plan_are_refused():
         with pytest.raises(ArgumentError, match=rf"not a {type(other).__name__}: .* packplan\.plan\(lengths"):
             RowsOfPacks([{"input_ids": IDS}], other)
     for rows in ([{"input_ids": IDS}], [], [RowsOfPacks([{"input_ids": IDS}], plan)[0]] * 2):
-        with pytest.raises(ArgumentError, match=rf"gives {len(rows)} items? .*RowsOfPacks .* PackBatches"):
+        with pytest.raises(ArgumentError, match=rf"passes {len(rows)} items? .*RowsOfPacks .* PackBatches"):
             PackInputs()(rows)
 
 
