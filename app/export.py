@@ -13,7 +13,7 @@ from pathlib import Path
 
 from packplan.adapters.progress import loading_libraries
 from packplan.app.cli.command import add_logging_options, command_parser, parse_ranks, run_command, run_program
-from packplan.app.opening.commands import read_command, split_command
+from packplan.app.opening.commands import resolve_command, split_command
 from packplan.core.errors import ConfigError, counted
 
 
@@ -27,7 +27,7 @@ def main(arguments: list[str] | None = None) -> int:
     own, words = split_command(arguments)
     options = parser.parse_intermixed_args(own)
 
-    return run_command(lambda: run(options, words), verbose=options.verbose, quiet=options.quiet)
+    return run_command(lambda: run(options, words), verbose=options.verbose, quiet=options.quiet, for_host=True)
 
 
 def run(options: argparse.Namespace, words: Sequence[str]) -> None:
@@ -35,8 +35,8 @@ def run(options: argparse.Namespace, words: Sequence[str]) -> None:
     folder: Path = options.cached_dataset
     if folder.exists():
         raise ConfigError.for_key("--cached-dataset", f"is {folder}, which exists: name a new folder, or remove it")
-    config, host = read_command(options.source, words, world_size=options.world_size)
-    if not host.sequences_per_row:
+    config = resolve_command([options.source, *words], world_size=options.world_size)
+    if config.command and not config.command.sequences_per_row:
         reason = (
             "has rows that are encoded in full to be measured: write them with swift export --to_cached_dataset true"
         )
@@ -48,7 +48,7 @@ def run(options: argparse.Namespace, words: Sequence[str]) -> None:
         from packplan.app.plan.build import build
 
     with join_ranks(config) as group:
-        splits = build(config, group, splits=list(open_splits(config).values()), world_size=host.world_size)
+        splits = build(config, group, splits=list(open_splits(config).values()), world_size=config.count_ranks())
     numbers = export_rows(splits, folder)
     flags = [f"--cached_dataset {folder}", *([f"--cached_val_dataset {folder / 'val'}"] if "eval" in numbers else [])]
     rows = counted(numbers["train"], "row")

@@ -12,9 +12,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import attrs
-import numpy as np
-
 from packplan.adapters.progress import loading_libraries
 from packplan.app.cli.command import (
     add_logging_options,
@@ -24,12 +21,11 @@ from packplan.app.cli.command import (
     run_command,
     run_program,
 )
-from packplan.app.opening.commands import COMMAND, read_command, split_command
+from packplan.app.opening.commands import resolve_command, split_command
 from packplan.app.opening.stores import write_new_file
-from packplan.core.config.run import HostCommand, RunConfig
+from packplan.app.planning.log_lines import row_checksum
+from packplan.core.config.run import RunConfig
 from packplan.core.errors import ConfigError
-from packplan.core.packs import Packs, plan_checksum
-from packplan.core.samples.tables import column, sample_indices
 
 _TEXT = '''"""Trains the packs of a plan inside ms-swift: swift sft ... --packing true --external_plugins {name}"""
 
@@ -82,10 +78,10 @@ def main(arguments: list[str] | None = None) -> int:
         if options.sequence_parallel_size:
             given["degrees"] = most or options.sequence_parallel_size
         if options.source:
-            config, host = read_command(options.source, words, world_size=options.world_size)
-            if options.sequence_parallel_size:
-                config = _share_by_degree(config, host, most)
-            given["checksum"] = plan_command(config, host.world_size)
+            config = resolve_command(
+                [options.source, *words], world_size=options.world_size, degrees=given.get("degrees", 1)
+            )
+            given["checksum"] = plan_command(config)
         if options.any_version:
             given["any_version"] = True
         if options.no_check:
@@ -97,7 +93,7 @@ def main(arguments: list[str] | None = None) -> int:
         print(f"{output}: add --packing true --external_plugins {output} to swift sft, pt, or rlhf (dpo, kto)")
         print("other types of swift rlhf take it without --packing, and compute no padding")
 
-    return run_command(command, verbose=options.verbose, quiet=options.quiet)
+    return run_command(command, verbose=options.verbose, quiet=options.quiet, for_host=True)
 
 
 def install(**options: Any) -> None:
@@ -108,34 +104,16 @@ def install(**options: Any) -> None:
     swift.install(take_stored=take_stored_lengths, **options)
 
 
-def _share_by_degree(config: RunConfig, host: HostCommand, most: int | None) -> RunConfig:
-    """Return the run of a command in which at most *most* ranks share each long pack."""
-    from packplan.adapters.swift import command
-
-    arguments, _ = command.read_command(host.task, host.words, started=host.num_processes)
-    if faults := tuple(command.sharing_conflicts(arguments)):
-        raise ConfigError(COMMAND, faults)
-    shares: dict[str, Any] = {"sequence_parallel_size": "auto", "max_sequence_parallel_size": most}
-    shared = attrs.evolve(config, training=attrs.evolve(config.training, **shares))
-    shared.plan_world_size(host.world_size)  # refuses degrees that the ranks do not allow
-    return shared
-
-
-def plan_command(config: RunConfig, world_size: int) -> str:
-    """
-    Plan a command on *world_size* ranks; return its plan's checksum, by ms-swift's indices of rows.
-    """
+def plan_command(config: RunConfig) -> str:
+    """Plan a command on its ranks; return its plan's checksum, by ms-swift's indices of rows."""
     with loading_libraries():
         from packplan.app.opening.ranks import join_ranks
         from packplan.app.opening.splits import open_splits
         from packplan.app.plan.build import build
 
     with join_ranks(config) as group:
-        (train,) = build(config, group, splits=[open_splits(config)["train"]], world_size=world_size)
-    # ms-swift numbers only the rows that it keeps.
-    kept = sample_indices(train.table)
-    packs = Packs(train.raw.packs.offsets, np.searchsorted(kept, train.raw.packs.indices))
-    return plan_checksum(packs, lengths=column(train.table, "length")[kept].astype(np.int64))
+        (train,) = build(config, group, splits=[open_splits(config)["train"]], world_size=config.count_ranks())
+    return row_checksum(train, with_lengths=True)
 
 
 if __name__ == "__main__":

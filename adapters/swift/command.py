@@ -1,16 +1,19 @@
 """
-Arguments, template and rows of a training command, as ms-swift itself resolves them.
+Arguments, template and rows of a training command, as ms-swift itself resolves them, and the run
+that plans it.
 
 No weights are loaded. Arguments that contradict a plan are refused, and named by their flags.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from decimal import Decimal
 from math import ceil
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, Literal
 
+import attrs
 import swift
 from swift.arguments import PretrainArguments, RLHFArguments, SftArguments
 from swift.arguments import sft_args as training
@@ -20,9 +23,20 @@ from swift.utils import get_device_count, parse_args
 
 from packplan.adapters.files import broken_lines
 from packplan.adapters.models import replace_attributes
+from packplan.adapters.swift.packs import ALGORITHMS
 from packplan.core.batch import count_row_groups
 from packplan.core.config.refusals import active_refusals
-from packplan.core.config.run import HostCommand
+from packplan.core.config.run import (
+    COMMAND,
+    TUNERS,
+    CustomConfig,
+    HostCommand,
+    ModelConfig,
+    RunConfig,
+    TemplateConfig,
+    TrainingConfig,
+)
+from packplan.core.config.tuners import decides_weights
 from packplan.core.errors import ConfigError, Fault
 
 _COMMANDS: Mapping[str, tuple[type[Any], type[Any]]] = {
@@ -33,9 +47,6 @@ Command of ms-swift -> classes of its arguments and its pipeline. The classes of
 classes of the other commands' classes.
 """
 
-COMMAND = "the command"
-"""Name of the command in errors."""
-
 _SKIPPED_METHODS = (
     "_init_deepspeed", "_init_fsdp", "_init_teacher_deepspeed", "_init_device", "_init_swanlab", "_add_version",
     "_handle_pai_compat",
@@ -43,6 +54,17 @@ _SKIPPED_METHODS = (
 """
 Methods of ms-swift's arguments that prepare devices, folders and trackers. `read_command` replaces
 them by functions that do nothing.
+"""
+
+_STEP_ARGUMENTS = (
+    "bf16", "fp16", "gradient_checkpointing", "vit_gradient_checkpointing", "optim", "use_liger_kernel", "use_cpu",
+    "fsdp", "deepspeed", "data_seed", "train_dataloader_shuffle",
+)  # fmt: skip
+"""Arguments of a step's memory and order that `training.` has under the same name."""
+
+Degrees = int | Literal["auto"]
+"""
+Maximum number of ranks that share a long pack, as in `Plan.schedule`; 1 if each pack has one rank.
 """
 
 _DRAWING = ("gkd", "grpo", "ppo")
@@ -75,12 +97,10 @@ class DryRun:
         """
         with loading_rows(self.args):
             found = zip(("train", "eval"), self._prepare_dataset(), strict=True)  # type: ignore[attr-defined]  # of ms-swift
-        rows = {split: one for split, one in found if one is not None}
+        rows = {split: one for split, one in found if one}  # an empty one is not trained either
         if "train" not in rows:
             raise ConfigError(COMMAND, (Fault("--dataset", "has no row that ms-swift can read: see its log above"),))
-        return {
-            split: one.remove_columns([*{"lengths", "length"} & {*one.column_names}]) for split, one in rows.items()
-        }
+        return {name: one.remove_columns([*{"lengths", "length"} & {*one.column_names}]) for name, one in rows.items()}
 
     def _prepare_model_tokenizer(self) -> None:
         self.model, self.processor = self.args.get_model_processor(load_model=False)
@@ -120,87 +140,106 @@ def open_pipeline(arguments: Any) -> DryRun:
     return opened
 
 
-def expand_config_file(arguments: Sequence[str]) -> list[str]:
-    """
-    Return a command's arguments, in which the contents of a leading YAML or JSON file replace it.
-
-    ms-swift reads the file, and sets the environment variables that it names.
-    """
-    given = list(arguments)
-    with _wrap_swift_errors():
-        parse_yaml_args(given)
-    return given
-
-
 def read_command(
-    task: str, words: Sequence[str], *, started: int, world_size: int | None = None
-) -> tuple[Any, HostCommand]:
+    task: str, words: Sequence[str], *, world_size: int | None = None, count_started: Callable[[], int] = lambda: 1,
+    degrees: Degrees = 1,
+) -> tuple[Any, RunConfig]:  # fmt: skip
     """
-    Return a command's arguments as ms-swift resolves them, and its `HostCommand`. No rows or
-    weights are loaded.
+    Return a command's arguments as ms-swift resolves them, and the run that plans it.
+
+    No rows or weights are loaded. If the words begin with a YAML or JSON file, ms-swift reads it,
+    and sets the environment variables that it names.
 
     Args:
         task: Command of ms-swift: `sft`, `pt` or `rlhf`.
         words: Words of the command line after the task.
-        started: Number of training processes that the command starts; not used if *world_size* is
-            given.
-        world_size: Number of processes, or of groups of processes that share each row; None uses
-            *started*.
+        world_size: Number of processes, or of groups of processes that share each row; None takes
+            the processes that the command starts.
+        count_started: Returns the number of training processes that the command starts, once its
+            file is read.
+        degrees: See `Degrees`.
 
     Raises:
         ConfigError: ms-swift refuses the command, or its arguments contradict a plan.
+        ArgumentError: The processes cannot share rows or packs as the arguments say.
     """
-    kind, _ = _COMMANDS[task]
+    (kind, _), given = _COMMANDS[task], list(words)
     unplanned = {name: lambda _: None for name in _SKIPPED_METHODS if hasattr(kind, name)}
-    planned = type(kind.__name__, (kind,), {**unplanned, "_check_padding_free": prepare_arguments})
+    check = {"_check_padding_free": lambda arguments: prepare_arguments(arguments, degrees=degrees)}
     with (
         _wrap_swift_errors(),
         replace_attributes(training.TrainerFactory, get_training_args=lambda _: SimpleNamespace()),
     ):
+        parse_yaml_args(given)  # puts the keys of a file in its place
         try:
-            plain, rest = parse_args(planned, [*words, "--packing", "true"])
+            plain, rest = parse_args(type(kind.__name__, (kind,), unplanned | check), [*given, "--packing", "true"])
         except SystemExit:  # ms-swift's parser exits if it refuses an argument
             raise ConfigError(COMMAND, (Fault("ms-swift", "refuses an argument, which it names above"),)) from None
         if rest:
             raise ConfigError(COMMAND, (Fault(rest[0], "is not an argument of ms-swift: remove it"),))
-    num_processes = world_size * row_ranks(plain) if world_size else started
-    command = describe_command(plain, num_processes, task=task, words=words)
+    num_processes = world_size * row_ranks(plain) if world_size else count_started()
     size, named = plain.per_device_train_batch_size, Path(swift.__file__).parent / "config" / f"{plain.deepspeed}.json"
     # What ms-swift sets where a command trains.
     plain.gradient_accumulation_steps = plain.gradient_accumulation_steps or max(1, ceil(16 / size / num_processes))
     plain.deepspeed = str(named) if named.is_file() else plain.deepspeed
     if getattr(plain, "rlhf_type", None) == "kto":  # pairs the rows of a step
         plain.global_batch_size = num_processes * size * plain.gradient_accumulation_steps
-    return plain, command
+    run = run_of_arguments(plain, num_processes, task=task, words=given, degrees=degrees)
+    run.plan_world_size(num_processes // row_ranks(plain))  # refuses degrees that the ranks do not allow
+    return plain, run
 
 
-def describe_command(arguments: Any, num_processes: int, *, task: str = "", words: Sequence[str] = ()) -> HostCommand:
+def run_of_arguments(
+    arguments: Any, num_processes: int, *, task: str = "", words: Sequence[str] = (), degrees: Degrees = 1
+) -> RunConfig:
     """
-    Return the facts of a command that planning needs.
+    Return the run that plans a command.
 
     Args:
         arguments: Arguments as ms-swift resolves them.
         num_processes: Number of training processes that the command starts.
         task: Name of the command, such as `sft`; empty inside the command itself.
         words: Words after the task.
+        degrees: See `Degrees`.
 
     Raises:
         ArgumentError: The number of processes that share a row does not divide *num_processes*.
     """
-    kind, task_type = getattr(arguments, "rlhf_type", None), arguments.task_type
-    parts = 2 if kind and (kind, arguments.loss_type) != ("kto", "apo_zero_unpaired") else 1
-    if arguments.truncation_strategy == "split" or task_type in {"embedding", "reranker", "generative_reranker"}:
-        parts = 0
+    kind, task_type, shares = getattr(arguments, "rlhf_type", None), arguments.task_type, degrees != 1
+    differ = arguments.truncation_strategy == "split" or task_type in {"embedding", "reranker", "generative_reranker"}
+    parts = 0 if differ else 2 if kind and (kind, arguments.loss_type) != ("kto", "apo_zero_unpaired") else 1
     inputs = arguments.get_template_kwargs() | {"task_type": task_type, "parts": parts}
-    return HostCommand(
-        task=task,
-        words=tuple(words),
-        num_processes=num_processes,
-        world_size=count_row_groups(num_processes, row_ranks(arguments)),
-        task_type=task_type,
-        sequences_per_row=parts,
-        length_inputs={f"swift.{name}": one if isinstance(one, int) else str(one) for name, one in inputs.items()},
-    )
+    val = arguments.dataset if arguments.split_dataset_ratio > 0 else arguments.val_dataset
+    given = {name: value for name, value in vars(arguments).items() if value is not None}
+    if not arguments.model_meta.is_multimodal:  # ms-swift freezes parts that the model does not have
+        given |= dict.fromkeys(("freeze_llm", "freeze_vit", "freeze_aligner"), False)
+    keys = {field.name for field in attrs.fields(TrainingConfig)} - {"resume_from_checkpoint", "trainer"}
+    passed = {name for name in given if name in _STEP_ARGUMENTS or decides_weights(name)} - keys
+    training = {name: tuple(one) if isinstance(one, list) else one for name, one in given.items() if name in keys} | {
+        "packing_algorithm": ALGORITHMS[arguments.packing_strategy], "packing_min_fill_ratio": Decimal(0),
+        "packing_balance": "none", "eval_packing": True, "per_device_eval_batch_size": 1,
+        "sequence_parallel_size": "auto" if shares else 1,
+        "max_sequence_parallel_size": degrees if isinstance(degrees, int) and shares else None,
+        "tuner_type": arguments.tuner_type if arguments.tuner_type in TUNERS else "lora",
+        "trainer": {name: given[name] for name in sorted(passed)},
+    }  # fmt: skip
+    own = {one: getattr(arguments, one) for one in ("template", "max_pixels", "system", "agent_template", "loss_scale")}
+    dtype: Any = str(arguments.torch_dtype).removeprefix("torch.")
+    return RunConfig(
+        source=COMMAND,
+        model=ModelConfig(model=arguments.model_dir, model_type=arguments.model_type, torch_dtype=dtype),
+        template=TemplateConfig(max_length=arguments.packing_length, **own),
+        custom=CustomConfig(
+            train_jsonl=(*arguments.dataset, *arguments.cached_dataset), max_bad_share=Decimal(1),
+            val_jsonl=(*val, *arguments.cached_val_dataset), on_bad_record="stop" if arguments.strict else "skip",
+        ),
+        training=TrainingConfig(**training),
+        command=HostCommand(
+            task=task, words=tuple(words), world_size=count_row_groups(num_processes, row_ranks(arguments)),
+            task_type=task_type, sequences_per_row=parts,
+            length_inputs={f"swift.{name}": one if isinstance(one, int) else str(one) for name, one in inputs.items()},
+        ),
+    )  # fmt: skip
 
 
 @contextmanager
@@ -242,7 +281,7 @@ def refuse_untested_version(version: str) -> None:
         raise ConfigError("the plugin", (Fault("ms-swift", reason),))
 
 
-def prepare_arguments(arguments: Any, *, degrees: int | Literal["auto"] = 1) -> None:
+def prepare_arguments(arguments: Any, *, degrees: Degrees = 1) -> None:
     """
     Refuse arguments that contradict a plan, and set the arguments that packs need.
 
@@ -250,13 +289,12 @@ def prepare_arguments(arguments: Any, *, degrees: int | Literal["auto"] = 1) -> 
 
     Args:
         arguments: Arguments of a command of ms-swift, which are changed.
-        degrees: Maximum number of ranks that share a long pack, as in `Plan.schedule`; 1 if each
-            pack has one rank.
+        degrees: See `Degrees`.
 
     Raises:
         ConfigError: Some arguments contradict a plan; the error names all of them.
     """
-    faults = (*_plan_conflicts(arguments), *(sharing_conflicts(arguments) if degrees != 1 else ()))
+    faults = (*_plan_conflicts(arguments), *(_sharing_conflicts(arguments) if degrees != 1 else ()))
     if faults:
         raise ConfigError(COMMAND, faults)
     arguments.padding_free = arguments.packing
@@ -298,19 +336,14 @@ def _plan_conflicts(arguments: Any) -> Iterator[Fault]:
         yield Fault("--task_type", f"is {task}, whose rows ranks cannot share: set --sequence_parallel_size to 1")
 
 
-def sharing_conflicts(arguments: Any) -> Iterator[Fault]:
-    """
-    Yield each argument under which the number of ranks of a pack cannot depend on its length.
-
-    Args:
-        arguments: Arguments of a command of ms-swift.
-    """
+def _sharing_conflicts(arguments: Any) -> Iterator[Fault]:
+    """Yield each argument under which the number of ranks of a pack cannot depend on its length."""
     without = "write the plugin without --sequence-parallel-size auto"
     if kind := getattr(arguments, "rlhf_type", None):
         yield Fault("--rlhf_type", f"is {kind}, whose rows ranks cannot share by their length: {without}")
     elif (task := arguments.task_type) != "causal_lm":
         yield Fault("--task_type", f"is {task}, whose rows ranks cannot share by their length: {without}")
-    if (size := max(arguments.sequence_parallel_size, row_ranks(arguments))) > 1:
+    if (size := arguments.sequence_parallel_size) > 1:
         yield Fault("--sequence_parallel_size", f"is {size}, but packs are shared by length: set it to 1, or {without}")
     if (size := arguments.per_device_train_batch_size) > 1:
         remedy = f"set it to 1, and multiply --gradient_accumulation_steps by {size}"

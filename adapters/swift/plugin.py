@@ -22,6 +22,7 @@ from packplan.adapters.swift.command import (
 )
 from packplan.adapters.swift.packs import PlannedPacks, RowFactsPreprocessor
 from packplan.adapters.swift.training import follow_plan, unpad_models
+from packplan.core.config.remedies import name_arguments
 from packplan.core.errors import (
     ArgumentError,
     ConfigError,
@@ -98,7 +99,7 @@ def _as_method(step: Callable[..., Any]) -> Callable[..., Any]:
             return step(*given, **options)
         except PackplanError as error:
             explains = is_master() or not isinstance(error, (ArgumentError, ConfigError))
-            raise SystemExit(f"packplan: {error}" if explains else 1) from error
+            raise SystemExit(f"packplan: {name_arguments(str(error))}" if explains else 1) from error
 
     return method
 
@@ -156,10 +157,9 @@ class _PlannedPipeline:
             DataSetError: ms-swift leaves out a larger share of the training rows than
                 `max_left_out`.
         """
-        before = [0 if rows is None else len(rows) for rows in data_sets]
         encoded = self._take_stored(pipeline, data_sets) or self._encode(pipeline, *data_sets, **options)
-        after = [0 if rows is None else len(rows) for rows in encoded]
-        for name, num, kept in zip(("training", "evaluation"), before, after, strict=True):
+        sizes = ([0 if rows is None else len(rows) for rows in found] for found in (data_sets, encoded))
+        for name, num, kept in zip(("training", "evaluation"), *sizes, strict=True):
             if kept < num:
                 self._report_left_out(pipeline.args, name, num - kept, num)
         return encoded
@@ -174,10 +174,8 @@ class _PlannedPipeline:
             return None
         try:
             rows = self.take_stored(pipeline, data_sets)
-        except NotBuiltError:
-            pass
         except (PackplanError, OSError) as error:  # each rank has to reach the next line
-            reason = str(error)
+            reason = "" if isinstance(error, NotBuiltError) else str(error)
         found = gather_object([(rows is not None, reason)])
         if not all(fits for fits, _ in found):
             if reason := next((text for _, text in found if text), ""):
@@ -245,4 +243,4 @@ class _PlannedPipeline:
 def report(text: str) -> None:
     """Print lines on rank 0, whatever the log level of ms-swift."""
     if is_master():
-        print(fit_lines(f"packplan: {text}"), flush=True)
+        print(fit_lines(f"packplan: {name_arguments(text)}"), flush=True)

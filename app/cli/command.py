@@ -13,6 +13,7 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, TextIO
 
 from packplan.adapters.processes import end_with_launcher
+from packplan.core.config.remedies import name_arguments
 from packplan.core.errors import OutputError, PackplanError, VerificationError, fit_lines
 
 if TYPE_CHECKING:
@@ -108,7 +109,9 @@ def parse_arguments(parser: argparse.ArgumentParser, arguments: list[str] | None
     return options
 
 
-def run_command(command: Callable[[], None], *, verbose: bool, quiet: bool = False, kept: str = KEPT_NOTE) -> int:
+def run_command(
+    command: Callable[[], None], *, verbose: bool, quiet: bool = False, kept: str = KEPT_NOTE, for_host: bool = False
+) -> int:
     """
     Run *command*, and return its exit status.
 
@@ -120,6 +123,7 @@ def run_command(command: Callable[[], None], *, verbose: bool, quiet: bool = Fal
         verbose: Also show what the libraries log.
         quiet: Show neither progress nor notes.
         kept: Note printed after Ctrl-C: which work is kept, and how to continue.
+        for_host: In messages, name arguments of a command of ms-swift in place of keys of a YAML.
     """
     from packplan.adapters import progress
 
@@ -128,14 +132,15 @@ def run_command(command: Callable[[], None], *, verbose: bool, quiet: bool = Fal
     # the threads that they wait for.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     progress.hide(hidden=quiet)
-    _set_up_logging(verbose=verbose, quiet=quiet)
+    text: Callable[[str], str] = name_arguments if for_host else str
+    _set_up_logging(text, verbose=verbose, quiet=quiet)
     try:
         _raise_file_limit()
         command()
         _flush()
     except PackplanError as error:
         rank = os.environ.get("RANK")
-        _print_error(f"error{f' (rank {rank})' if rank else ''}: {error}")
+        _print_error(f"error{f' (rank {rank})' if rank else ''}: {text(str(error))}")
         return VERIFICATION_FAILED if isinstance(error, VerificationError) else USER_ERROR
     except KeyboardInterrupt:
         _print_error(f"interrupted: {kept}")
@@ -305,9 +310,13 @@ def parse_rank_counts(text: str) -> list[int]:
 class _LevelFormatter(logging.Formatter):
     """Formatter that puts the level before warnings and errors, and breaks lines that are wide."""
 
+    def __init__(self, form: str, text: Callable[[str], str]) -> None:
+        super().__init__(form)
+        self._text = text
+
     def format(self, record: logging.LogRecord) -> str:
         record.mark = "" if record.levelno < logging.WARNING else f"{record.levelname.lower()}: "
-        return fit_lines(super().format(record))
+        return fit_lines(self._text(super().format(record)))
 
 
 class _ErrorOutput(logging.Handler):
@@ -318,14 +327,15 @@ class _ErrorOutput(logging.Handler):
         _print_error(self.format(record))
 
 
-def _set_up_logging(*, verbose: bool, quiet: bool) -> None:
+def _set_up_logging(text: Callable[[str], str], *, verbose: bool, quiet: bool) -> None:
     """
     Log to standard error: all messages of Packplan on rank 0; only warnings of other ranks, of
-    libraries, and with --quiet.
+    libraries, and with --quiet. *text* returns a line as it is shown.
     """
     rank = os.environ.get("RANK", "0")
     handler = _ErrorOutput()
-    handler.setFormatter(_LevelFormatter(f"packplan{f' rank {rank:.9}' if rank != '0' else ''}: %(mark)s%(message)s"))
+    form = f"packplan{f' rank {rank:.9}' if rank != '0' else ''}: %(mark)s%(message)s"
+    handler.setFormatter(_LevelFormatter(form, text))
     logger = logging.getLogger("packplan")
     logger.handlers = [handler]
     level = logging.DEBUG if verbose else logging.INFO

@@ -13,9 +13,8 @@ from packplan.adapters.loaders.rows import UNKNOWN, RowFacts
 from packplan.adapters.progress import progress
 from packplan.adapters.samples.dataset_rows import DatasetRowsEncoder, DatasetRowsFile, DatasetRowsMeasurer
 from packplan.adapters.stores.lengths import DiskLengthStore
-from packplan.adapters.swift.command import describe_command, open_pipeline, read_command
+from packplan.adapters.swift.command import open_pipeline, read_command, run_of_arguments
 from packplan.adapters.swift.packs import add_row_facts
-from packplan.app.opening.commands import run_from_command
 from packplan.app.opening.stores import artefacts_folder, read_resume_state
 from packplan.app.planning.audit import check_images
 from packplan.app.planning.split import MeasuredSplit
@@ -27,15 +26,16 @@ from packplan.core.samples.tables import column, sample_indices
 
 def open_command_encoders(config: RunConfig, command: HostCommand) -> dict[str, DatasetRowsEncoder]:
     """Open the rows of each split of a command of ms-swift, on the command's template."""
-    pipeline = open_pipeline(read_command(command.task, command.words, started=command.num_processes)[0])
+    arguments, _ = read_command(command.task, command.words, world_size=command.world_size)
+    pipeline = open_pipeline(arguments)
     return {split: _open_rows(config, pipeline.template, split, rows) for split, rows in pipeline.read_rows().items()}
 
 
 def _open_rows(config: RunConfig, template: Any, split: str, rows: Any) -> DatasetRowsEncoder:
     """Open *rows* of a split, a `datasets.Dataset`, on the command's template in training mode."""
-    assert config.command is not None  # noqa: S101  # it is the run of a command
     name = " ".join(config.custom.train_jsonl if split == "train" else config.custom.val_jsonl)
-    file = DatasetRowsFile(rows, name=name, sequences_per_row=max(config.command.sequences_per_row, 1))
+    parts = config.command.sequences_per_row if config.command else 1
+    file = DatasetRowsFile(rows, name=name, sequences_per_row=max(parts, 1))
     return DatasetRowsEncoder(config, template=template, rows=file)
 
 
@@ -77,12 +77,12 @@ def take_stored_lengths(pipeline: Any, data_sets: Sequence[Any]) -> list[Any]:
         PackplanError: Stored files or media are damaged.
     """
     arguments, template = pipeline.args, pipeline.template
-    config = run_from_command(arguments, describe_command(arguments, arguments.global_world_size))
+    config = run_of_arguments(arguments, arguments.global_world_size)
     folder, mode = artefacts_folder(arguments.packplan_output_dir), template.mode
     template.set_mode("train")  # as `plan build` opens it
     try:
         return [
-            rows and _with_stored_lengths(_open_rows(config, template, split, rows), folder / split, arguments)
+            _with_stored_lengths(_open_rows(config, template, split, rows), folder / split, arguments) if rows else None
             for split, rows in zip(("train", "eval"), data_sets, strict=True)
         ]
     finally:

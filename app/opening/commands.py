@@ -6,38 +6,25 @@ ms-swift itself resolves the words of the command, as the shell passes them on. 
 launcher before it are not read.
 """
 
-from __future__ import annotations
-
 import logging
 import os
 import re
 import sys
-from collections.abc import Iterator, Sequence
-from decimal import Decimal
-from itertools import pairwise
+from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
-from typing import Any
-
-import attrs
+from typing import TYPE_CHECKING
 
 from packplan.adapters.progress import loading_libraries
 from packplan.adapters.ranks.environment import read_world_size
 from packplan.app.opening.runs import read_config
-from packplan.core.config.run import (
-    TUNERS,
-    CustomConfig,
-    HostCommand,
-    ModelConfig,
-    RunConfig,
-    TemplateConfig,
-    TrainingConfig,
-)
-from packplan.core.config.tuners import decides_weights
+from packplan.core.config.run import COMMAND, RunConfig
 from packplan.core.errors import ConfigError, Fault
 
-log = logging.getLogger(__name__)
+if TYPE_CHECKING:
+    from packplan.adapters.swift.command import Degrees
 
-COMMAND = "the command"
+log = logging.getLogger(__name__)
 
 _PROGRAM = re.compile(r"swift|torchrun|accelerate|deepspeed|python[\d.]*")
 """Names of programs that begin a command of ms-swift."""
@@ -51,12 +38,6 @@ _PLANNED = ("sft", "pt", "rlhf")
 _LAUNCHERS = ("accelerate", "deepspeed", "torch.distributed.run", "torchrun")
 """Programs and modules that start ranks."""
 
-_STEP_ARGUMENTS = (
-    "bf16", "fp16", "gradient_checkpointing", "vit_gradient_checkpointing", "optim", "use_liger_kernel", "use_cpu",
-    "fsdp", "data_seed", "train_dataloader_shuffle",
-)  # fmt: skip
-"""Arguments of a step's memory and order that `training.` has under the same name."""
-
 
 def require_traceable(config: RunConfig) -> None:
     """
@@ -67,10 +48,8 @@ def require_traceable(config: RunConfig) -> None:
     """
     if (started := read_world_size()) > 1:
         raise ConfigError("torchrun", (Fault("", f"starts {started} ranks: use --world-size instead"),))
-    if config.command is None:
-        return
     faults = []
-    if config.command.sequences_per_row != 1 or config.command.task_type != "causal_lm":
+    if config.command and (config.command.sequences_per_row, config.command.task_type) != (1, "causal_lm"):
         reason = "trains pairs, another task or split texts, but only plain texts are traced: use a run's YAML"
         faults.append(Fault("swift", reason))
     if config.batch_size > 1:
@@ -116,47 +95,36 @@ def read_run_or_command(path: str, words: Sequence[str] = (), *, world_size: int
         ConfigError: All faults of the run.
     """
     if starts_swift_command(path):
-        return _resolve_command([path, *words], world_size)
+        return resolve_command([path, *words], world_size=world_size)
     if Path(path).suffix == ".sh":
         reason = "is a script, which is not read: put packplan before its command, as packplan plan build swift sft ..."
         raise ConfigError(path, (Fault("", reason),))
     return read_config(path, words)
 
 
-def read_command(
-    path: str, words: Sequence[str] = (), *, world_size: int | None = None
-) -> tuple[RunConfig, HostCommand]:
+def resolve_command(words: Sequence[str], *, world_size: int | None = None, degrees: "Degrees" = 1) -> RunConfig:
     """
-    Read a command of ms-swift; return the run that plans it, and the command.
+    Return the run that plans a command, with its arguments as ms-swift resolves them.
 
     Args:
-        path: See `read_run_or_command`.
-        words: See `read_run_or_command`.
-        world_size: See `read_run_or_command`.
+        words: All words of the command, with those of a launcher.
+        world_size: Ranks of the command; None takes the ranks that it starts.
+        degrees: Most ranks that share a long pack, as in `Plan.schedule`; 1 if none do.
 
     Raises:
-        ConfigError: The command has faults, or *path* is a YAML.
+        ConfigError: The command has faults, or is none of ms-swift.
     """
-    config = read_run_or_command(path, words, world_size=world_size)
-    if config.command is None:
-        raise ConfigError(path, (Fault("", "is a run of packplan sft: name a command of ms-swift"),))
-    return config, config.command
-
-
-def _resolve_command(words: Sequence[str], world_size: int | None) -> RunConfig:
-    """Return the run of a command, with its arguments as ms-swift resolves them."""
     if read_world_size() > 1:
         raise ConfigError(COMMAND, (Fault("torchrun", "starts several ranks, but one process plans: leave it out"),))
     launcher, task, arguments = _split_words(words)
     with loading_libraries():
-        from packplan.adapters.swift.command import expand_config_file, read_command
+        from packplan.adapters.swift.command import read_command
 
-    arguments = expand_config_file(arguments)  # the file may set variables that give the ranks
-    ranks = world_size or _count_started_ranks(launcher, is_swift=not _ENTRY.fullmatch(words[len(launcher)]))
-    resolved, command = read_command(task, arguments, started=ranks, world_size=world_size)
-    if not any(word.partition("=")[0] in {"--packing", "--padding_free"} for word in arguments):
+    count = partial(_count_started_ranks, launcher, is_swift=not _ENTRY.fullmatch(words[len(launcher)]))
+    _, run = read_command(task, arguments, world_size=world_size, count_started=count, degrees=degrees)
+    if run.command and not {word.partition("=")[0] for word in run.command.words} & {"--packing", "--padding_free"}:
         log.warning("the command does not say --packing true, without which ms-swift trains no packs: add it")
-    return run_from_command(resolved, command)
+    return run
 
 
 def _split_words(words: Sequence[str]) -> tuple[list[str], str, list[str]]:
@@ -164,14 +132,14 @@ def _split_words(words: Sequence[str]) -> tuple[list[str], str, list[str]]:
     Return the words of the launcher, the name of ms-swift's command, such as `sft`, and its
     arguments; ConfigError if *words* name no command that can be planned.
     """
-    for at, (word, following) in enumerate(pairwise([*words, ""])):
+    for at, word in enumerate(words):
         entry = _ENTRY.fullmatch(word)
         if entry is None and Path(word).name != "swift":
             continue
-        task = (entry[1] if entry else following).replace("_", "-")
-        if task not in _PLANNED:
+        task, *arguments = [entry[1], *words[at + 1 :]] if entry else [*words[at + 1 :]] or [""]
+        if (task := task.replace("_", "-")) not in _PLANNED:
             raise ConfigError(COMMAND, (Fault(f"swift {task}", f"cannot be planned: only {', '.join(_PLANNED)} can"),))
-        return list(words[:at]), task, list(words[at + (1 if entry else 2) :])
+        return list(words[:at]), task, arguments
     reason = "names no command of ms-swift: write swift sft, or a launcher and .../swift/cli/sft.py"
     raise ConfigError(COMMAND, (Fault(words[0], reason),))
 
@@ -196,64 +164,3 @@ def _count_started_ranks(launcher: Sequence[str], *, is_swift: bool) -> int:
             raise ConfigError(COMMAND, (Fault(name, reason),))
         ranks *= int(value)
     return ranks
-
-
-def run_from_command(arguments: Any, command: HostCommand) -> RunConfig:
-    """Return the run by which a command of ms-swift is planned, from its arguments as resolved."""
-    from packplan.adapters.swift.packs import ALGORITHMS  # loads ms-swift
-
-    shared = {field.name for field in attrs.fields(TrainingConfig)} - {"resume_from_checkpoint", "trainer"}
-    values = {name: value for name in shared if (value := getattr(arguments, name, None)) is not None}
-    values |= {name: tuple(value) for name, value in values.items() if isinstance(value, list)}
-    passed = {*_STEP_ARGUMENTS, *filter(decides_weights, vars(arguments))} - values.keys()
-    trainer = {name: value for name in sorted(passed) if (value := getattr(arguments, name, None)) is not None}
-    if not arguments.model_meta.is_multimodal:  # ms-swift sets them, and they name no part
-        values |= dict.fromkeys(("freeze_llm", "freeze_vit"), False)
-        trainer["freeze_aligner"] = False
-    return RunConfig(
-        model=ModelConfig(
-            model=arguments.model_dir,
-            model_type=arguments.model_type,
-            torch_dtype=str(arguments.torch_dtype).removeprefix("torch."),  # type: ignore[arg-type]
-        ),
-        template=TemplateConfig(
-            template=arguments.template,
-            max_length=arguments.packing_length,
-            max_pixels=arguments.max_pixels,
-            system=arguments.system,
-            agent_template=arguments.agent_template,
-            loss_scale=arguments.loss_scale,
-        ),
-        custom=CustomConfig(
-            train_jsonl=(_join_arguments(arguments, "dataset", "cached_dataset"),),
-            val_jsonl=tuple(_eval_data_names(arguments)),
-            on_bad_record="stop" if arguments.strict else "skip",
-            max_bad_share=Decimal(1),
-        ),
-        training=TrainingConfig(
-            **values
-            | {
-                "packing_algorithm": ALGORITHMS[arguments.packing_strategy],
-                "packing_min_fill_ratio": Decimal(0),
-                "packing_balance": "none",
-                "eval_packing": True,
-                "tuner_type": arguments.tuner_type if arguments.tuner_type in TUNERS else "lora",
-                "trainer": trainer | {"deepspeed": arguments.deepspeed},
-            }
-        ),
-        command=command,
-    )
-
-
-def _eval_data_names(arguments: Any) -> Iterator[str]:
-    """Yield the name of the data of evaluation, if there are any."""
-    if arguments.val_dataset or arguments.cached_val_dataset:
-        yield _join_arguments(arguments, "val_dataset", "cached_val_dataset")
-    elif arguments.dataset and arguments.split_dataset_ratio > 0:
-        yield f"--split_dataset_ratio {arguments.split_dataset_ratio}"
-
-
-def _join_arguments(arguments: Any, *names: str) -> str:
-    """Return the named arguments as text of the command line, to name data in messages."""
-    said = ((name, getattr(arguments, name)) for name in names)
-    return " ".join(f"--{name} {' '.join(values)}" for name, values in said if values)

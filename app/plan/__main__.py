@@ -38,7 +38,7 @@ def main(arguments: list[str] | None = None) -> int:
     own, words = split_command(arguments)
     options = parse_arguments(parser, own)
     options.overrides += words
-    return run_command(lambda: options.run(options), verbose=options.verbose, quiet=options.quiet)
+    return run_command(lambda: options.run(options), verbose=options.verbose, quiet=options.quiet, for_host=bool(words))
 
 
 if __name__ == "__main__":

@@ -55,7 +55,7 @@ def run(options: argparse.Namespace) -> None:
 
     with join_ranks(config, use_cpu=True, options={"--world-size": options.world_size}) as group:
         refuse_stream(config)
-        world_size = config.command.world_size if config.command else options.world_size
+        world_size = config.count_ranks(options.world_size)
         if world_size is None:  # one process plans for one rank, or group of ranks
             world_size = 1 if group.world_size == 1 else config.plan_world_size(group.world_size)
         accumulation_of(config, world_size=world_size)

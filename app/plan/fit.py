@@ -104,7 +104,7 @@ def run(options: argparse.Namespace) -> None:
         raise ConfigError.for_key("training.sequence_parallel_size", reason)
     require_traceable(config)
     require_inputs(config)
-    ranks = options.world_size or (config.command.world_size if config.command else 1)
+    ranks = config.count_ranks(options.world_size) or 1
     found = forecast_memory(config, memory=options.memory, ranks=ranks)
     if options.json:
         document = attrs.asdict(found) | {"fits": found.fits, "margin": MARGIN}
@@ -254,4 +254,4 @@ def _print_longest(longest: LongestFit, report: Callable[[str], None]) -> None:
         report("no packing length fits: add ranks that share the model, checkpointing, or adapters")
         return
     end = ", the last position of the model" if longest.limited else ""
-    report(f"longest template.max_length that fits: {longest.tokens:,}{end} (peak {bytes_text(longest.peak)})")
+    report(f"longest packing length that fits: {longest.tokens:,}{end} (peak {bytes_text(longest.peak)})")

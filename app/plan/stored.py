@@ -148,7 +148,8 @@ def open_split(config: RunConfig, name: str, *, world_size: int | None, epoch: i
     if recipe is not None:
         plan, epochs = _drop_epochs_after_run(plan, schedule, epoch or 0, where=where)
     opened = StoredSplit(lengths, plan, split, schedule, estimated, epoch or 0, epochs)
-    return attrs.evolve(opened, warnings=tuple(f"{name}: {line}" for line in _warnings(config, opened)))
+    warnings = tuple(config.name_settings(f"{name}: {line}") for line in _warnings(config, opened))
+    return attrs.evolve(opened, warnings=warnings)
 
 
 def _plan_of_epoch(planner: EpochPlanner, stored: StoredPlan, epoch: int, digest: str, *, where: str) -> RawPlan:
@@ -203,8 +204,8 @@ def _warnings(config: RunConfig, opened: StoredSplit) -> Iterator[str]:
         yield "no sample was encoded twice yet, to see whether lengths repeat; packplan plan build does it"
     ratio = str(plan.key.inputs.get("min_fill_ratio") or split.policy.min_fill_ratio)
     as_stored = attrs.evolve(split, policy=attrs.evolve(split.policy, packing=opened.packed, min_fill_ratio=ratio))
-    yield from plan_warnings(as_stored, of_command=config.command is not None)
-    window = partial_window_line(opened.epochs or opened.schedule) if split.name == "train" else None
+    yield from plan_warnings(as_stored)
+    window = partial_window_line(config, opened.epochs or opened.schedule) if split.name == "train" else None
     if window is not None and window[0] >= logging.WARNING:
         yield window[1]
     if opened.estimated:

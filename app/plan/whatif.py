@@ -82,7 +82,7 @@ def run(options: argparse.Namespace) -> None:
         print("train: figures and steps are as if all epochs had the plan of the first", file=sys.stderr)
     for line in yield_stale_inputs(config, lengths):
         print(f"warning: train: {line}", file=sys.stderr)
-    ranks = options.world_size or [config.command.world_size if config.command else 1]
+    ranks = options.world_size or [config.count_ranks() or 1]
     packing_lengths = options.max_length or [config.packing_length]
     _refuse_other_truncation(lengths, packing_lengths)
     found = _alternatives(config, lengths, packing_lengths, ranks, recipe=recipe)
@@ -90,7 +90,7 @@ def run(options: argparse.Namespace) -> None:
     if options.json:
         print(json.dumps({"alternatives": [attrs.asdict(one) for one in alternatives]}, indent=2))
     else:
-        _print(alternatives)
+        _print(config, alternatives)
 
 
 def _refuse_other_truncation(lengths: StoredLengths, packing_lengths: list[int]) -> None:
@@ -138,7 +138,7 @@ def _alternatives(
                 yield Alternative(packing_length, ranks, summary, over)
 
 
-def _print(alternatives: list[Alternative]) -> None:
+def _print(config: RunConfig, alternatives: list[Alternative]) -> None:
     table = Table(box=SIMPLE_HEAD, show_edge=False, pad_edge=False)
     for name in ("max_\nlength", "ranks", *COLUMNS):
         table.add_column(name, justify="right")
@@ -152,10 +152,11 @@ def _print(alternatives: list[Alternative]) -> None:
     console.width = max(console.width, console.measure(table, options=console.options.update(width=1000)).maximum)
     console.print(table, soft_wrap=False)
     if any(one.plan and one.plan.oversized_packs for one in alternatives):
-        console.print(
+        text = (
             "over 110 %: packs that exceed max_length by more than 10 %, each a long sample; "
             "training.packing_allow_single_long: false skips long samples"
         )
+        console.print(config.name_settings(text))
     for one in alternatives:
         if one.problem:
             where = f"max_length {one.packing_length:,}, {counted(one.world_size, 'rank')}"

@@ -5,7 +5,6 @@ The documentation explains their words.
 """
 
 import logging
-import re
 from collections.abc import Iterator, Sequence
 from fractions import Fraction
 
@@ -25,11 +24,6 @@ from packplan.core.schedule import EpochSchedule
 SHOWN = 10
 """Most ranges of samples that a line names; the stored plan has all."""
 
-_FLAGS = re.compile(
-    r"\b(?:template|training)\.(max_length|max_pixels|truncation_strategy|dataloader_drop_last)(?::( \w+))?"
-)
-"""Key of a YAML that is a flag of ms-swift too, perhaps with its value."""
-
 log = logging.getLogger(__name__)
 
 
@@ -43,23 +37,14 @@ def log_run(config: RunConfig, splits: Sequence[PlannedSplit], schedule: EpochSc
         schedule: Order of the packs of `train`.
         attention: Attention of the run, with the reason; empty if it is not decided.
     """
-    log.info(
-        "%s",
-        format_table(
-            config.source or "the command", {**describe_run(config, splits, schedule), **attention_row(attention)}
-        ),
-    )
+    rows = {**describe_run(config, splits, schedule), **attention_row(attention)}
+    log.info("%s", format_table(config.source or "the run", rows))
     _log_epochs(splits[0], schedule)
     for split in splits:
         log.debug("%s: %s", split.name, _alignment_text(split))
-    warnings = [
-        f"{split.name}: {line}"
-        for split in splits
-        for line in plan_warnings(split, of_command=config.command is not None)
-    ]
-    if config.command is None:
-        warnings += forced_batch_lines(config)
-    level, line = partial_window_line(schedule) or (logging.INFO, "")
+    warnings = [f"{split.name}: {line}" for split in splits for line in plan_warnings(split)]
+    warnings += forced_batch_lines(config)
+    level, line = partial_window_line(config, schedule) or (logging.INFO, "")
     for text in [*warnings, line] if level == logging.WARNING else warnings:
         log.warning("%s", text)
 
@@ -87,7 +72,7 @@ def describe_run(config: RunConfig, splits: Sequence[PlannedSplit], schedule: Ep
         rows["left out"] += " (kept by training.packing_drop_last: false)"
     if train.raw.auto_packs and config.command is None:
         rows["better"] = f"training.packing_algorithm: auto needs about {counted(train.raw.auto_packs, 'pack')}"
-    rows["plan"] = _checksum_text(train, of_command=config.command is not None)
+    rows["plan"] = (row_checksum(train) if config.command else train.raw_checksum)[:12]
     rows |= {split.name: describe_evaluation(split) for split in splits[1:]}
     if train.epochs is not None:
         packs = [one.num_packs for one in train.epochs.records]
@@ -95,7 +80,7 @@ def describe_run(config: RunConfig, splits: Sequence[PlannedSplit], schedule: Ep
             f"{min(packs):,} to {max(packs):,} packs each, by plans of their own; the above is of the first"
         )
     rows |= training
-    level, line = partial_window_line(schedule) or (logging.WARNING, "")
+    level, line = partial_window_line(config, schedule) or (logging.WARNING, "")
     if level == logging.INFO:
         rows["unusual"] = line
     rows["ranks"] = _ranks_text(train)
@@ -135,15 +120,16 @@ def _alignment_text(split: PlannedSplit) -> str:
     )
 
 
-def _checksum_text(split: PlannedSplit, *, of_command: bool) -> str:
+def row_checksum(split: PlannedSplit, *, with_lengths: bool = False) -> str:
     """
-    Return the checksum of a plan; for a command of ms-swift, that of the same packs by the indices
-    that ms-swift gives to rows, as its plugin prints it.
+    Return the checksum of a plan by ms-swift's indices of rows, as the plugin prints it.
+
+    ms-swift numbers only the rows that it keeps. The plugin compares the checksum of packs and
+    their lengths.
     """
-    if of_command:
-        row = np.cumsum(column(split.table, "bad") == 0) - 1
-        return plan_checksum(split.raw.with_indices(row).packs)[:12]
-    return split.raw_checksum[:12]
+    kept = column(split.table, "bad") == 0
+    packs = split.raw.with_indices(np.cumsum(kept) - 1).packs
+    return plan_checksum(packs, lengths=split.lengths[kept] if with_lengths else None)
 
 
 def _log_epochs(split: PlannedSplit, schedule: EpochSchedule) -> None:
@@ -182,13 +168,10 @@ def source_draws_text(record: EpochRecord, files: Sequence[DataFile]) -> str:
     )
 
 
-def plan_warnings(planned: PlannedSplit, *, of_command: bool = False) -> Iterator[str]:
-    """
-    Yield a sentence for each thing about a planned split that its user may want to change. For a
-    command of ms-swift, it names the command's flags.
-    """
-    for line in (*_untrained_warnings(planned), *_length_warnings(planned)):
-        yield _FLAGS.sub(r"--\1\2", line) if of_command else line
+def plan_warnings(planned: PlannedSplit) -> Iterator[str]:
+    """Yield a sentence for each thing about a planned split that its user may want to change."""
+    yield from _untrained_warnings(planned)
+    yield from _length_warnings(planned)
 
 
 def _untrained_warnings(planned: PlannedSplit) -> Iterator[str]:

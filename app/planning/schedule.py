@@ -46,7 +46,7 @@ def accumulation_of(config: RunConfig, *, world_size: int) -> Accumulation:
 def forced_batch_lines(config: RunConfig) -> Iterator[str]:
     """Yield a line for each batch setting that packing changes, or that has no effect."""
     training = config.training
-    if training.packing and training.per_device_train_batch_size != 1:
+    if config.batch_size != training.per_device_train_batch_size:
         yield (
             f"packing forces training.per_device_train_batch_size from {training.per_device_train_batch_size:,} to 1; "
             "accumulation keeps the effective batch"
@@ -123,11 +123,12 @@ def schedule_of_split(
     )
 
 
-def partial_window_line(schedule: EpochSchedule) -> tuple[int, str] | None:
+def partial_window_line(config: RunConfig, schedule: EpochSchedule) -> tuple[int, str] | None:
     """
     Return a line, with its level, if an epoch's last step is smaller; None if it is not.
 
-    It is a warning where another batch size gives even steps, else a note.
+    It is a warning where another batch size gives even steps, else a note. The warning names
+    `training.gradient_accumulation_steps` if that key alone decides the accumulation.
     """
     if not isinstance(schedule.num_packs, int):
         window, epochs = schedule.gradient_accumulation_steps, len(schedule.num_packs)
@@ -141,5 +142,7 @@ def partial_window_line(schedule: EpochSchedule) -> tuple[int, str] | None:
         return None
     if (even := partial.even_accumulation) is None:
         return logging.INFO, str(partial)
-    size = schedule.world_size * schedule.batch_size * even
-    return logging.WARNING, f"{partial}; training.effective_batch_size: {size:,} gives even steps"
+    training, key = config.training, f"gradient_accumulation_steps: {even:,}"
+    if training.effective_batch_size is not None or config.batch_size != training.per_device_train_batch_size:
+        key = f"effective_batch_size: {schedule.world_size * schedule.batch_size * even:,}"
+    return logging.WARNING, f"{partial}; training.{key} gives even steps"

@@ -2,9 +2,11 @@
 Remedy for each kind of error: an action, and the YAML key that does it.
 
 Arguments of library functions have the same names as the YAML keys, some without the prefix
-`packing_`. The page docs/troubleshooting.md has further remedies.
+`packing_`. In messages about a command of ms-swift, `name_arguments` puts its arguments in their
+place. The page docs/troubleshooting.md has further remedies.
 """
 
+import re
 from collections.abc import Mapping
 from types import MappingProxyType
 
@@ -48,3 +50,49 @@ REMEDIES: Mapping[str, str] = MappingProxyType(
     }
 )
 """Kind of an error -> remedy. Names in braces are replaced by the error's `details`."""
+
+_PHRASES: Mapping[str, str] = MappingProxyType(
+    {
+        "truncated (template.max_length)": "truncated (--max_length)",
+        "raise template.max_length if it truncates": "raise --max_length if it truncates",
+        "training.packing_allow_single_long: false": "a lower --max_length",
+        "(model.attn_impl: auto)": "(leave --attn_impl out)",
+        ", or raise training.packing_wait_timeout_s": "",
+        "custom.on_bad_record: skip": "--strict false",
+        " RUN.yaml": "",
+    }
+)
+"""Part of a message -> the same for a command of ms-swift, where the key alone does not say it."""
+
+_RENAMED: Mapping[str, str] = MappingProxyType(
+    {
+        "custom.train_jsonl": "--dataset",
+        "custom.val_jsonl": "--val_dataset",
+        "template.max_length": "--packing_length",
+        "training.max_sequence_parallel_size": "--max-sequence-parallel-size",
+    }
+)
+"""Key -> argument of a command of another name; that of `packplan plugin swift` has dashes."""
+
+_KEY = re.compile(
+    r"(?<![\w./])(?:custom\.(?:train|val)_jsonl|(?:model|swift|template|training)\."
+    r"(?!(?:parts|prompt|safetensors)\b)(\w+))(?!\.?\w)(: (?=true\b|false\b|\d))?"
+)
+"""Key of a YAML, or of the same name in a fingerprint, and the colon before its value."""
+
+
+def name_arguments(text: str) -> str:
+    """
+    Return a message about a command of ms-swift, with its arguments in place of keys of a YAML.
+
+    >>> name_arguments("training.dataloader_drop_last: false repeats packs (template.max_length)")
+    '--dataloader_drop_last false repeats packs (--packing_length)'
+    """
+    for phrase, same in _PHRASES.items():
+        text = text.replace(phrase, same)
+
+    def name(found: re.Match[str]) -> str:
+        key = found[0].removesuffix(": ")
+        return _RENAMED.get(key, f"--{found[1]}") + " " * bool(found[2])
+
+    return _KEY.sub(name, text)

@@ -27,6 +27,7 @@ from packplan.core.config.keys import (
     one_of,
     valid_seed,
 )
+from packplan.core.config.remedies import name_arguments
 from packplan.core.equality import BACKENDS
 from packplan.core.fingerprint import Value
 from packplan.core.packers import ALGORITHMS
@@ -531,18 +532,19 @@ class TrainingConfig:
         return self.tuner_type not in {"full", "dummy"}
 
 
+COMMAND = "the command"
+"""Name of a command of ms-swift in messages."""
+
+
 @attrs.frozen(kw_only=True)
 class HostCommand:
     """ms-swift command that trains a run in place of `packplan sft`."""
 
     task: str
-    """`sft`, `pt` or `rlhf`."""
+    """`sft`, `pt` or `rlhf`; empty inside the command itself."""
 
     words: tuple[str, ...]
     """Command-line arguments after the task."""
-
-    num_processes: int
-    """Training processes that the command starts."""
 
     world_size: int
     """Number of data-parallel ranks. Processes that share each row count as one rank."""
@@ -592,6 +594,14 @@ class RunConfig:
         """Number of packs in one forward pass of a rank; samples if `training.packing` is false."""
         # A batch size of ms-swift counts packs.
         return 1 if self.training.packing and self.command is None else self.training.per_device_train_batch_size
+
+    def count_ranks(self, asked: int | None = None) -> int | None:
+        """Return the data-parallel ranks of the command, or *asked* if there is no command."""
+        return self.command.world_size if self.command else asked
+
+    def name_settings(self, text: str) -> str:
+        """Return a message with keys of the YAML, or with arguments of the command instead."""
+        return name_arguments(text) if self.command else text
 
     def plan_world_size(self, num_ranks: int) -> int:
         """

@@ -167,7 +167,7 @@ def test_show_tells_every_epoch(write_mix, write_run, capsys, monkeypatch):
     assert re.search(r"fill .* sources .*chat\.jsonl 2.*of the tokens\)", show(path, "--epoch", "1"), re.DOTALL)
     fewer = open_split(read_config(path, ["training.num_train_epochs=2"]), "train", world_size=1)
     assert 2 == len(fewer.plan.epochs)
-    level, note = partial_window_line(fewer.epochs)
+    level, note = partial_window_line(read_config(path), fewer.epochs)
     assert logging.INFO == level, "no batch size would help each epoch"
     assert re.match(r"the last optimizer step of \d of 2 epochs sees fewer", note)
     with pytest.raises(NotBuiltError):

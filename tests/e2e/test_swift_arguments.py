@@ -62,7 +62,7 @@ def test_tokens_are_read_from_a_file_as_ms_swift_reads_them(write_run, tmp_path)
     named = [str(tmp_path / "tokens.txt"), "<d>"]
     path = write_run("qwen2", model={"new_special_tokens": named})
     words = ["--model", read_config(path).model.model, "--model_type", "qwen2", "--template", "qwen2_5"]
-    theirs, _ = read_command("sft", [*words, "--dataset", "a", "--new_special_tokens", *named], started=1)
+    theirs, _ = read_command("sft", [*words, "--dataset", "a", "--new_special_tokens", *named])
 
     assert theirs.new_special_tokens == [*read_config(path).model.new_special_tokens] == ["<a>", "<b>", "<c>", "<d>"]
     (tmp_path / "tokens.txt").unlink()
@@ -88,7 +88,7 @@ def test_a_folder_of_ms_swift_names_its_template(demo, tmp_path):
 
     assert ("qwen3", "qwen3_nothinking") == swift_types(saved, TemplateConfig())
     words = ["--model", str(folder), "--dataset", "a.jsonl", "--max_length", "80"]
-    assert "qwen3_nothinking" == read_command("sft", words, started=1)[0].template
+    assert "qwen3_nothinking" == read_command("sft", words)[0].template
     assert ("qwen3", "qwen3") == swift_types(saved, TemplateConfig(template="qwen3"))
     (folder / "args.json").write_text("{")
     with pytest.raises(ConfigError, match=r"model\.model has an args\.json that cannot be read"):

@@ -16,7 +16,7 @@ from packplan.adapters.stores.lengths import DiskLengthStore
 from packplan.adapters.swift.packs import PlannedPacks
 from packplan.adapters.swift.training import make_schedule
 from packplan.app import export, plugin
-from packplan.app.opening.commands import read_command
+from packplan.app.opening.commands import resolve_command
 from packplan.app.opening.stores import artefacts_folder
 from packplan.app.plan.__main__ import main as plan
 from packplan.app.planning.schedule import zero_stage
@@ -241,14 +241,14 @@ def test_every_command_of_a_plan_takes_a_command_of_ms_swift(command, tmp_path, 
     assert rows[0]["plan"]["num_packs"] > rows[1]["plan"]["num_packs"]
     assert "install(checksum='" in (tmp_path / "plugin.py").read_text()
     shares, shards = ["--sequence_parallel_size", "2"], ["--deepspeed", "zero2"]
-    _, shared = read_command("swift", [*words[1:], *shares], world_size=2)
-    assert (2, 4) == (shared.world_size, shared.num_processes), "ranks that share rows are one"
-    sharded, _ = read_command("swift", [*words[1:], *shards], world_size=2)
+    monkeypatch.setenv("NPROC_PER_NODE", "4")
+    monkeypatch.setenv("NNODES", "1")
+    assert 2 == resolve_command([*words, *shares]).count_ranks(), "ranks that share rows are one"
+    sharded = resolve_command([*words, *shares, *shards], world_size=2)
+    assert 2 == sharded.count_ranks()
     assert 2 == zero_stage(sharded.training.trainer["deepspeed"]), "by its name in ms-swift"
-    _, both = read_command("swift", [*words[1:], *shares, *shards], world_size=2)
-    assert (2, 4) == (both.world_size, both.num_processes)
     with pytest.raises(ConfigError, match=r"--task_type .*--sequence_parallel_size"):
-        read_command("swift", [*words[1:], *shares, "--task_type", "embedding"], world_size=2)
+        resolve_command([*words, *shares, "--task_type", "embedding"], world_size=2)
 
 
 def test_a_plugin_of_a_plan_counts_the_slots_of_shared_packs(command, tmp_path, capsys):

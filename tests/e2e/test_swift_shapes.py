@@ -196,7 +196,7 @@ def template_of_swift(samples, **arguments):
         "system": config.template.system, "is_binary_loss_scale": False, **arguments,
     }  # fmt: skip
     words = [word for name, value in asked.items() if value is not None for word in (f"--{name}", str(value))]
-    theirs = open_pipeline(read_command("sft", words, started=1)[0]).template
+    theirs = open_pipeline(read_command("sft", words)[0]).template
     theirs.max_length = None
     for name in ("image_token_id", "video_token_id"):
         if hasattr(ours, name):  # of a tiny vocabulary

@@ -332,15 +332,6 @@ def test_samples_that_teach_nothing_are_counted():
     assert left_out.endswith(", so training leaves the evaluation out")
 
 
-def test_a_warning_names_keys_of_a_yaml_or_flags_of_a_command():
-    """As the user writes the setting: with its section, or behind two dashes."""
-    planned = Desk(ListSource(LENGTHS)).plan(allow_single_long=False, packing_length=70)
-    (of_yaml,), (of_command,) = (list(plan_warnings(planned, of_command=is_one)) for is_one in (False, True))
-
-    assert "; raise template.max_length, lower template.max_pixels, or" in of_yaml
-    assert "; raise --max_length, lower --max_pixels, or" in of_command
-
-
 def start_of(caplog, *splits) -> tuple[dict[str, str], list[str]]:
     """Return the rows of the table at the start of a run of splits, and its warnings."""
     config = parsed(packing=splits[0].policy.packing, gradient_accumulation_steps=2, effective_batch_size=None)
@@ -374,7 +365,7 @@ def test_the_log_says_how_many_packs_auto_needs_where_that_saves_some(caplog, al
         ({0}, 2, {"allow_single_long": False, "dataloader_drop_last": True}, {
             "data": "11 704", "packs": "3 80 1.0000", "left out": "4 80 457 1 7 0.99% 1", "supervised": "5 2.1%",
             "ranks": "3 2 1", "training": "1 3 2 4 2",
-            "warnings": ["1 1 0", "1 2", "1 60", "4 457 80 6 8..10", "1 2 2"]}),
+            "warnings": ["1 1 0", "1 2", "1 60", "4 457 80 6 8..10", "1 2 1"]}),
         ((), 1, {"drop_last": False}, {
             "data": "11 704", "packs": "8 80 0.8859", "long": "4 200", "supervised": "11 1.6%",
             "ranks": "8 1", "training": "4 12 1 2", "warnings": ["2 10 200 80 6 8..10"]}),

@@ -14,6 +14,7 @@ from packplan.adapters.config.run import known_keys, load_mixes
 from packplan.adapters.config.trainer_keys import FOREIGN_KEYS_FILE, SFT_KEYS_FILE, read_foreign_keys
 from packplan.core.config.faults import explain_unknown_key, similar_keys
 from packplan.core.config.refusals import Host, active_refusals, refused_settings
+from packplan.core.config.remedies import REMEDIES, name_arguments
 from packplan.core.config.run import RunConfig
 from packplan.core.errors import ConfigError
 from tests.documents import KEYS, faults_of
@@ -142,3 +143,34 @@ def test_one_letter_off_is_found(name, data):
     wrong = data.draw(st.sampled_from([name[at + 1], name[at] * 2 + name[at + 1], name[at + 1] + name[at]]))
 
     assert head + wrong + tail in NAMES or name in similar_keys(head + wrong + tail, NAMES)
+
+
+@pytest.mark.parametrize(
+    ("of_yaml", "of_command"),
+    [
+        ("training.dataloader_drop_last: false trains them", "--dataloader_drop_last false trains them"),
+        ("training.packing_allow_single_long: false skips long", "a lower --max_length skips long"),
+        ("training.gradient_accumulation_steps: 1,204 gives", "--gradient_accumulation_steps 1,204 gives"),
+        ("with template.max_length: 90, 95 % fit", "with --packing_length 90, 95 % fit"),
+        ("5 of which are truncated (template.max_length): 1..5", "5 of which are truncated (--max_length): 1..5"),
+        ("swift.max_length was 8, now 9; custom.val_jsonl is", "--max_length was 8, now 9; --val_dataset is"),
+        ("model.safetensors in run/model.model, of python -m swift.cli.sft", None),
+        ("template.prompt was 'a', now 'training.'", None),
+    ],
+)  # fmt: skip
+def test_a_message_about_a_command_names_its_arguments(of_yaml, of_command):
+    """With their values, as ms-swift calls them; files, modules and fingerprints stay."""
+    assert (of_yaml if of_command is None else of_command) == name_arguments(of_yaml)
+
+
+def test_remedies_for_a_command_name_no_key():
+    """Except of errors that only a run of a YAML can have."""
+    of_yaml = {"batch_size", "all_skipped", "all_dropped", "dropped_tokens", "borrowed_lengths", "table_lengths"}
+
+    named = {
+        kind
+        for kind, text in REMEDIES.items()
+        if re.search(r"(?:custom|training|template)\.|packing_(?!length)", name_arguments(text))
+    }
+
+    assert named <= of_yaml

@@ -115,14 +115,20 @@ def test_only_packs_that_weigh_work_are_planned_by_it(tmp_path):
     ("packs", "steps", "level", "says"),
     [((4, 3, 5), 2, "INFO", "2 of 3 epochs"), ((3,), 2, "INFO", "1 of 1 epoch "), ((4, 2), 2, None, ""),
      (11, 4, "INFO", "trains 3 batches instead of 4"),
-     (12, 5, "WARNING", "effective_batch_size: 4 gives even steps")],
+     (12, 5, "WARNING", "; training.gradient_accumulation_steps: 4 gives even steps")],
 )  # fmt: skip
 def test_epochs_whose_last_step_is_smaller_are_counted(packs, steps, level, says):
-    """It is a warning where another batch gives even steps; where none does, it is a note."""
+    """
+    It is a warning where another batch gives even steps, by a key that decides the batch; where
+    none does, it is a note.
+    """
     epochs = 1 if isinstance(packs, int) else len(packs)
     schedule = plain_schedule(packs, gradient_accumulation_steps=steps, num_train_epochs=epochs)
 
-    found, line = partial_window_line(schedule) or (None, "")
+    found, line = partial_window_line(run(), schedule) or (None, "")
 
     assert level == (found and logging.getLevelName(found))
     assert says in line
+    for keys in ({"effective_batch_size": 5}, {"per_device_train_batch_size": 2}):
+        _, other = partial_window_line(run(**keys), schedule) or (None, "")
+        assert ("even steps" in says) == ("; training.effective_batch_size: 4 gives even steps" in other)
