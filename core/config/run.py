@@ -38,6 +38,9 @@ Tuner: TypeAlias = Literal["full", "lora", "adapter", "boft", "dummy", "fourierf
 PathText: TypeAlias = Annotated[str, "path"]
 """Path of a file or folder. `~` and `${NAME}` are expanded when the YAML is read."""
 
+COMMAND = "the command"
+"""Name of a command of ms-swift in messages."""
+
 LOADS = "decides how the model is loaded, not what samples are"
 _LIMITS = "decides which records are refused, not how long the others are"
 _COPIES = "decides where copies are kept, not what they hold"
@@ -530,10 +533,6 @@ class TrainingConfig:
     def adds_weights(self) -> bool:
         """Whether the tuner trains only added weights, and none of the model's original weights."""
         return self.tuner_type not in {"full", "dummy"}
-
-
-COMMAND = "the command"
-"""Name of a command of ms-swift in messages."""
 
 
 @attrs.frozen(kw_only=True)
