@@ -1,5 +1,5 @@
 """
-Mixes of data sets: the samples that each source gives to an epoch, shared by samples or by tokens.
+Mixes of data sets: how many samples or tokens an epoch draws from each source, and which ones.
 """
 
 from __future__ import annotations
@@ -20,7 +20,9 @@ from packplan.core.lengths import IntArray, Lengths, as_lengths
 from packplan.core.shuffling import seeded_permutation
 
 _MOST_DRAWS = 10**8
-"""Limit of samples that an epoch draws from a source with replacement, to fit memory."""
+"""
+Maximum number of samples that an epoch draws from a source with replacement, because of memory.
+"""
 
 
 @attrs.frozen(kw_only=True)
@@ -31,16 +33,14 @@ class Source:
     """Data file, or a pattern of files."""
 
     ratio: Decimal | None = None
-    """
-    Share of this source among all sources with a ratio, as an exact decimal.
-    """
+    """Share of this source, relative to all sources with a ratio, as an exact decimal."""
 
     count: int | None = None
-    """Samples of this source in each epoch, in addition to those drawn by ratio."""
+    """Samples of this source in each epoch, in addition to samples drawn by ratio."""
 
     cap: int | None = None
     """
-    Most samples of this source in an epoch, or tokens under `by: tokens`. The other sources take
+    Maximum samples of this source in an epoch, or tokens with `by: tokens`. The other sources fill
     the rest, by their ratios.
     """
 
@@ -60,17 +60,18 @@ class Mix:
 
     samples_per_epoch: int | None = None
     """
-    Samples of all sources in an epoch. If unset, an epoch has as many as the ratios allow until the
-    first source runs out. If none can run out, it has all samples within the caps.
+    Samples of all sources in an epoch. If unset, an epoch ends when the first source runs out. If
+    no source can run out, it has all samples within the caps.
     """
 
     tokens_per_epoch: int | None = None
-    """Tokens of all sources in an epoch, under `by: tokens`."""
+    """Tokens of all sources in an epoch, with `by: tokens`."""
 
     @property
     def epoch_total(self) -> int | None:
         """
-        Samples of an epoch, or tokens if the mix is by tokens; None if the YAML gives no total.
+        Number of samples in an epoch, or of tokens if the mix is by tokens. None if the YAML gives
+        no total.
         """
         return self.samples_per_epoch if self.by == "samples" else self.tokens_per_epoch
 
@@ -78,7 +79,7 @@ class Mix:
 @attrs.frozen
 class Mixes:
     """
-    Mix of each epoch. In a curriculum, the last mix also serves all later epochs.
+    Mix of each epoch. The last mix is also used for all later epochs.
 
     >>> mixes = Mixes(tuple(Mix(sources=(Source(jsonl=name, count=1),)) for name in "ab"))
     >>> mixes.files, mixes.mix_of_epoch(0).sources[0].jsonl, mixes.mix_of_epoch(7).sources[0].jsonl
@@ -89,7 +90,10 @@ class Mixes:
     """Mixes of the first epochs, in order; at least one."""
 
     is_curriculum: bool = attrs.field(default=True, kw_only=True)
-    """Whether the YAML lists mixes under `curriculum:`. The keys of faults then begin with it."""
+    """
+    Whether the YAML lists mixes under `curriculum:`. If so, the keys in faults start with
+    `curriculum`.
+    """
 
     def mix_of_epoch(self, epoch: int) -> Mix:
         """Return the mix of *epoch*, counted from 0."""
@@ -102,7 +106,7 @@ class Mixes:
 
     @property
     def file_keys(self) -> dict[str, str]:
-        """Each data file, with the key in the YAML that names it first."""
+        """Data file -> the first YAML key that names it."""
         named = [(entry, *one) for entry, mix in enumerate(self.entries) for one in enumerate(mix.sources)]
         return {one.jsonl: f"{self.key_prefix(entry)}sources[{number}].jsonl" for entry, number, one in named[::-1]}
 
@@ -113,14 +117,14 @@ class Mixes:
 
 def quotas(mix: Mix, available: Sequence[int]) -> list[Fraction]:
     """
-    Return the number of samples that each source gives, or of tokens if the mix is by tokens.
+    Return the number of samples to draw from each source, or of tokens if the mix is by tokens.
 
-    Numbers of samples are whole, each within one sample of the exact share. The largest remainders
-    are rounded up first; of equal ones, that of the first source. Tokens are exact shares.
+    Numbers of samples are rounded to whole numbers, the largest remainders up first, then the first
+    sources. Each is within one sample of the exact share. Numbers of tokens are exact fractions.
 
     Args:
-        mix: A mix without faults in its values.
-        available: Samples or tokens of each source.
+        mix: A mix whose values have no faults.
+        available: Number of samples of each source, or of tokens if the mix is by tokens.
 
     >>> from decimal import Decimal
     >>> from packplan.core.mixes import Source
@@ -160,7 +164,10 @@ def _max_total(mix: Mix, available: Sequence[int], ratios: Sequence[Fraction], c
 
 
 def _exact_shares(total: Fraction, ratios: Sequence[Fraction], caps: Sequence[int | None]) -> list[Fraction]:
-    """Divide a total by ratios and caps, exactly. Shares sum to less if caps limit them all."""
+    """
+    Divide a total by ratios, limited by caps, as exact fractions. If caps limit all shares, their
+    sum is below the total.
+    """
     shares = [Fraction(0)] * len(ratios)
     free = {number for number, ratio in enumerate(ratios) if ratio}
     while free:
@@ -178,17 +185,17 @@ def _cap_share(share: Fraction, cap: int | None) -> Fraction:
 
 
 Seed = tuple[int, int, int]
-"""Seed of the run, epoch, and number of the source in its mix."""
+"""Seed of the run, number of the epoch, and index of the source in its mix."""
 
 
 @attrs.frozen(eq=False)
 class Pool:
-    """Samples that can be drawn from one source; arrays of shape (num_samples,)."""
+    """Samples of one source that can be drawn; arrays have shape (num_samples,)."""
 
     source: Source
 
     indices: IntArray
-    """Indices of the samples in the records of all files, ascending."""
+    """Indices of the samples, counted over the records of all files, ascending."""
 
     lengths: IntArray
     """Tokens of the samples, >= 1."""
@@ -206,9 +213,9 @@ def source_pools(mix: Mix, mixes: Mixes, lengths: IntArray, sizes: Sequence[int]
 
     Args:
         mix: An entry of *mixes*.
-        mixes: The curriculum.
-        lengths: Tokens of each record of `mixes.files`, 0 where it cannot be drawn.
-        sizes: Records of each file.
+        mixes: Mixes of all epochs.
+        lengths: Tokens of each record of `mixes.files`, 0 if the record cannot be drawn.
+        sizes: Number of records in each file.
     """
     first = dict(zip(mixes.files, np.cumsum([0, *sizes]).tolist(), strict=False))
     size = dict(zip(mixes.files, sizes, strict=True))
@@ -223,13 +230,14 @@ def source_pools(mix: Mix, mixes: Mixes, lengths: IntArray, sizes: Sequence[int]
 
 def draw_in_order(mixes: Mixes, sizes: Sequence[int], *, seed: int, epoch: int) -> IntArray:
     """
-    Draw the records of an epoch of a mix by samples, in the order of training; int64.
+    Draw the records of one epoch of a mix by samples; return their indices in the order of
+    training, int64.
 
     Args:
         mixes: Mixes without `mixes_faults` and `stream_faults`.
-        sizes: Records of each file of `mixes.files`.
-        seed: Seed of draws and order, from 0.
-        epoch: Epoch, from 0. Each has its own draw and order.
+        sizes: Number of records in each file of `mixes.files`.
+        seed: Seed of the draws and of the order, from 0.
+        epoch: Number of the epoch, from 0. Each epoch has its own draw and order.
     """
     mix = mixes.mix_of_epoch(epoch)
     files = [mixes.files.index(source.jsonl) for source in mix.sources]
@@ -249,18 +257,18 @@ def draw_in_order(mixes: Mixes, sizes: Sequence[int], *, seed: int, epoch: int) 
 
 def select_records(mixes: Mixes, lengths: Lengths, sizes: Sequence[int], *, seed: int, epoch: int) -> IntArray:
     """
-    Draw the records of an epoch; int64, ascending.
+    Draw the records of one epoch; return their indices, ascending, int64.
 
-    An index is repeated if replacement drew the record more than once.
+    An index is repeated if the record was drawn more than once (with replacement).
 
-    If the mix is by samples and every record can be drawn, `draw_in_order` draws the same ones.
+    If the mix is by samples and every record can be drawn, `draw_in_order` draws the same records.
 
     Args:
         mixes: Mixes without `mixes_faults` and `measured_mixes_faults`.
-        lengths: Tokens of each record of `mixes.files`, 0 where it cannot be drawn.
-        sizes: Records of each file.
-        seed: Seed of draws, from 0.
-        epoch: Epoch, from 0.
+        lengths: Tokens of each record of `mixes.files`, 0 if the record cannot be drawn.
+        sizes: Number of records in each file.
+        seed: Seed of the draws, from 0.
+        epoch: Number of the epoch, from 0.
     """
     mix = mixes.mix_of_epoch(epoch)
     drawable = source_pools(mix, mixes, as_lengths(lengths, least=0), sizes)
@@ -274,7 +282,9 @@ def select_records(mixes: Mixes, lengths: Lengths, sizes: Sequence[int], *, seed
 
 
 def _draw_positions(pool: Pool, mix: Mix, quota: Fraction, seed: Seed) -> IntArray:
-    """Draw positions in a pool, ascending, whose samples or tokens meet the quota."""
+    """
+    Draw positions in a pool, ascending, so that their samples or tokens come nearest to the quota.
+    """
     bits, size = np.random.PCG64(seed), len(pool.indices)
     if not pool.source.replacement and quota >= pool.available(mix):
         return np.arange(size)
@@ -292,16 +302,18 @@ def select_lowest_keys(keys: NDArray[np.uint64], weights: IntArray, quota: Fract
     """
     Return the positions of the lowest keys whose weights add up to about *quota*.
 
-    The positions ascend. At least one is selected, unless the quota is 0.
+    The positions ascend. At least one position is selected, unless the quota is 0.
 
-    Equal keys count in order of position. Time is linear for random keys: only those keys are
-    sorted that share their highest 16 bits with the key where the sum reaches the quota.
+    Among equal keys, lower positions come first. The time is linear for random keys, because only
+    one bucket of keys is sorted: those with the same highest 16 bits as the key at which the sum
+    reaches the quota.
 
     Args:
         keys: Random key of each sample; shape (num_samples,).
         weights: Tokens of each sample, or ones, >= 1; shape (num_samples,).
-        quota: Sum to come nearest to.
-        cap: Sum not to exceed, at least the quota and the weight of the lowest key.
+        quota: Sum of weights to come nearest to.
+        cap: Maximum sum of weights, at least *quota* and the weight of the lowest key. None sets no
+            limit.
     """
     bucket_of = (keys >> np.uint64(48)).astype(np.int64)
     # Sums in float64 are exact below 2**53.
@@ -319,14 +331,14 @@ def select_lowest_keys(keys: NDArray[np.uint64], weights: IntArray, quota: Fract
 
 def index_of_nearest_sum(ends: IntArray, quota: Fraction, *, cap: int | None) -> int:
     """
-    Return the index of the sum nearest to a quota; of two equally near, that of the lower sum.
+    Return the index of the sum nearest to a quota; of two equally near sums, the lower one.
 
-    For a quota above 0, it is never a sum of 0.
+    For a quota above 0, a sum of 0 is never chosen.
 
     Args:
-        ends: Sums, strictly ascending, the first at most the quota and the last at least it.
-        quota: Sum that is asked for.
-        cap: Sum not to exceed, at least the quota and the first sum above 0.
+        ends: Sums, strictly ascending. The first is at most *quota*, the last at least *quota*.
+        quota: Wanted sum.
+        cap: Maximum sum, at least *quota* and the first sum above 0. None sets no limit.
 
     >>> [index_of_nearest_sum(np.array([0, 3, 9]), Fraction(7), cap=cap) for cap in (None, 8)]
     [2, 1]
@@ -341,13 +353,13 @@ def index_of_nearest_sum(ends: IntArray, quota: Fraction, *, cap: int | None) ->
 
 
 def _running_sums(weights: IntArray) -> IntArray:
-    """Return the sums of the first 0, 1, 2 … weights."""
+    """Return the cumulative sums of weights, starting with 0."""
     return np.concatenate([[0], np.cumsum(weights)])
 
 
 def _draw_with_replacement(size: int, num: int, bits: np.random.PCG64) -> IntArray:
     """Draw *num* positions below *size*, with replacement."""
-    # The high half of the product is below size, and nearly uniform for sizes far below 2**64.
+    # The high half of each product is below size, and nearly uniform for sizes far below 2**64.
     return (bits.random_raw(num) >> np.uint64(32)).astype(np.int64) * size >> 32
 
 
@@ -362,11 +374,11 @@ def _draw_until_quota(lengths: IntArray, quota: Fraction, bits: np.random.PCG64)
 
 def mixes_faults(mixes: Mixes, sizes: Sequence[int]) -> Iterator[Fault]:
     """
-    Yield the faults of mixes that are visible before samples are measured.
+    Yield the faults of mixes that can be found before samples are measured.
 
     Args:
-        mixes: The curriculum.
-        sizes: Records of each file of `mixes.files`; 0 for a file that has none, or is gone.
+        mixes: Mixes of all epochs.
+        sizes: Number of records in each file of `mixes.files`; 0 if the file is empty or missing.
     """
     if not mixes.entries:
         yield Fault("curriculum", "is empty: name at least one mix")
@@ -380,22 +392,24 @@ def mixes_faults(mixes: Mixes, sizes: Sequence[int]) -> Iterator[Fault]:
 
 
 def stream_faults(mixes: Mixes) -> Iterator[Fault]:
-    """Yield the faults of mixes that a stream cannot draw, since it measures no samples."""
+    """
+    Yield a fault for each mix by tokens, which a stream cannot draw because it measures no lengths.
+    """
     for entry, mix in enumerate(mixes.entries):
         if mix.by == "tokens":
-            reason = "is tokens, which only static plans count before they draw: set it to samples"
+            reason = "is tokens, which needs measured lengths, and a stream measures none: set it to samples"
             yield from _prefix_faults(mixes, entry, [Fault("by", reason)])
 
 
 def measured_mixes_faults(mixes: Mixes, lengths: Lengths, sizes: Sequence[int], epochs: int) -> Iterator[Fault]:
     """
-    Yield the faults of mixes that are visible only once samples are measured.
+    Yield the faults of mixes that can be found only after samples are measured.
 
     Args:
         mixes: Mixes without `mixes_faults`.
-        lengths: Tokens of each record of `mixes.files`, 0 where it cannot be drawn.
-        sizes: Records of each file.
-        epochs: Number of epochs that are trained. Later entries are not checked.
+        lengths: Tokens of each record of `mixes.files`, 0 if the record cannot be drawn.
+        sizes: Number of records in each file.
+        epochs: Number of trained epochs. Mixes of later epochs are not checked.
     """
     tokens = as_lengths(lengths, least=0)
     for entry, mix in enumerate(mixes.entries[:epochs]):
@@ -415,7 +429,7 @@ def _prefix_faults(mixes: Mixes, entry: int, found: Sequence[Fault]) -> Iterator
 
 
 def _value_faults(mix: Mix, sizes: Sequence[int]) -> Iterator[Fault]:
-    """Yield the faults of a mix's values; *sizes* are the records of each source."""
+    """Yield the faults of a mix's values. *sizes* has the number of records of each source."""
     if not mix.sources:
         yield Fault("sources", "is empty: name at least one source")
     files = [source.jsonl for source in mix.sources]
@@ -440,7 +454,9 @@ def _value_faults(mix: Mix, sizes: Sequence[int]) -> Iterator[Fault]:
 
 
 def _source_faults(mix: Mix, source: Source, path: str) -> Iterator[Fault]:
-    """Yield the faults of a source's ratio, count and cap; *path* is its key in the YAML."""
+    """
+    Yield the faults of a source's ratio, count and cap. *path* is the source's key in the YAML.
+    """
     if (source.ratio is None) == (source.count is None):
         yield Fault(path, f"({source.jsonl}) needs either a ratio or a count")
     if source.ratio is not None and not (source.ratio.is_finite() and source.ratio > 0):
@@ -452,11 +468,11 @@ def _source_faults(mix: Mix, source: Source, path: str) -> Iterator[Fault]:
     if source.cap is not None and source.cap < 1:
         yield Fault(f"{path}.cap", f"is {source.cap}, but has to be at least 1")
     if source.cap is not None and source.count is not None:
-        yield Fault(f"{path}.cap", "limits what a ratio gives, but the source has a count: remove one")
+        yield Fault(f"{path}.cap", "limits a source that has a ratio, but this source has a count: remove one")
 
 
 def _total_faults(mix: Mix) -> Iterator[Fault]:
-    """Yield the faults of the total of a mix without faults in its values."""
+    """Yield the faults of a mix's total. The values of the mix must have no faults."""
     fixed, wanted, key = sum(source.count or 0 for source in mix.sources), mix.epoch_total, f"{mix.by}_per_epoch"
     if wanted is None:
         return
@@ -469,7 +485,7 @@ def _total_faults(mix: Mix) -> Iterator[Fault]:
 
 
 def _pool_faults(mix: Mix, drawable: Sequence[Pool]) -> Iterator[Fault]:
-    """Yield a fault for each source without samples, or with a sample above its cap."""
+    """Yield a fault for each source that has no sample, or a sample above its cap."""
     for number, pool in enumerate(drawable):
         path, file, cap = f"sources[{number}]", pool.source.jsonl, pool.source.cap
         longest = int(pool.lengths.max(initial=0))
@@ -481,9 +497,10 @@ def _pool_faults(mix: Mix, drawable: Sequence[Pool]) -> Iterator[Fault]:
 
 def _draw_faults(mix: Mix, available: Sequence[int], samples: Sequence[int]) -> Iterator[Fault]:
     """
-    Yield a fault for each source whose draws do not fit memory.
+    Yield a fault for each source from which too many samples would be drawn for the memory.
 
-    *available* are the samples or tokens of each source, as the mix counts; *samples* its samples.
+    *available* has the number of samples or tokens of each source, in the unit of the mix.
+    *samples* has the number of samples of each source.
     """
     found = zip(mix.sources, available, samples, quotas(mix, available), strict=True)
     for number, (source, size, num, quota) in enumerate(found):
@@ -495,10 +512,10 @@ def _draw_faults(mix: Mix, available: Sequence[int], samples: Sequence[int]) -> 
 
 def _share_faults(mix: Mix, available: Sequence[int], least: Sequence[int] | None = None) -> Iterator[Fault]:
     """
-    In a mix without other faults, yield a fault for each source whose share gives no sample, or
-    needs more than the source has.
+    Yield a fault for each source whose share is less than one sample, or more than the source has.
 
-    *available* and *least* are the samples or tokens of each source, and of its shortest sample.
+    The mix must have no other faults. *available* has the number of samples or tokens of each
+    source, and *least* that of its shortest sample.
     """
     unit, least = mix.by.removesuffix("s"), least or [1] * len(available)
     found = zip(mix.sources, available, quotas(mix, available), least, strict=True)

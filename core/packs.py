@@ -1,9 +1,13 @@
 """
-Packs: an immutable sequence of packs, stored in flat arrays; and their checksum.
+`Packs`, an immutable sequence of packs stored in flat arrays, and the checksum of packs.
 
-Rules that every `Packs` keeps: `offsets` is int64 of shape (num_packs + 1,), starts at 0 and rises
-strictly (no pack is empty); `indices` is int64 of shape (offsets[-1],); pack k is
-`indices[offsets[k]:offsets[k + 1]]`; both arrays are read-only.
+Every `Packs` keeps these rules:
+
+- `offsets` is int64 of shape (num_packs + 1,), starts at 0 and increases strictly: no pack is
+  empty.
+- `indices` is int64 of shape (offsets[-1],).
+- Pack k is `indices[offsets[k]:offsets[k + 1]]`.
+- Both arrays are read-only.
 """
 
 from __future__ import annotations
@@ -22,7 +26,8 @@ from packplan.core.lengths import IntArray, Lengths, as_lengths
 
 BLOCK = 1 << 16
 """
-Samples sorted at a time, so that their keys fit the cache. There a radix sort is five times faster.
+Number of samples that are sorted at a time, so that their keys fit into the CPU cache, where a
+radix sort is five times faster.
 """
 
 
@@ -40,7 +45,7 @@ def _frozen_array(values: Any) -> IntArray:
 @attrs.frozen(eq=False, repr=False)
 class Packs(Sequence[list[int]]):
     """
-    Packs of sample indices, which read like a list of lists.
+    Packs of sample indices; an object behaves like a list of lists.
 
     >>> packs = Packs.from_lists([[0, 2], [1]])
     >>> len(packs), packs[0], packs[1:].tolist(), packs == [[0, 2], [1]]
@@ -48,7 +53,7 @@ class Packs(Sequence[list[int]]):
     """
 
     offsets: IntArray = attrs.field(converter=_frozen_array)
-    """Start of each pack in `indices`, and end of the last; shape (num_packs + 1,)."""
+    """Start of each pack in `indices`, then the end of the last pack; shape (num_packs + 1,)."""
 
     indices: IntArray = attrs.field(converter=_frozen_array)
     """Sample indices of all packs, one pack after the other; shape (num_samples,)."""
@@ -63,7 +68,8 @@ class Packs(Sequence[list[int]]):
     @classmethod
     def from_lists(cls, packs: Iterable[Sequence[int]]) -> Packs:
         """
-        Make packs from lists of sample indices, in their order; ArgumentError for a negative one.
+        Make packs from lists of sample indices, in the given order; ArgumentError if an index is
+        negative.
         """
         packs = list(packs)
         offsets = np.zeros(len(packs) + 1, dtype=np.int64)
@@ -76,12 +82,12 @@ class Packs(Sequence[list[int]]):
     @classmethod
     def from_labels(cls, labels: NDArray[np.int32]) -> Packs:
         """
-        Make packs from the bin of each sample.
+        Make packs from the number of the bin that each sample belongs to.
 
         Indices ascend in a pack, and packs ascend by their first index.
 
         Args:
-            labels: Bins, numbered from 0 without gaps; shape (num_samples,).
+            labels: Bin of each sample, numbered from 0 without gaps; shape (num_samples,).
         """
         if not labels.size:
             return cls(np.zeros(1, dtype=np.int64), np.zeros(0, dtype=np.int64))
@@ -90,7 +96,7 @@ class Packs(Sequence[list[int]]):
 
     @property
     def num_samples(self) -> int:
-        """Number of sample indices in all packs; a repeated pack counts again."""
+        """Number of sample indices in all packs; a repeated pack counts each time."""
         return int(self.indices.size)
 
     def sizes(self) -> IntArray:
@@ -105,7 +111,8 @@ class Packs(Sequence[list[int]]):
 
     def sums(self, values: NDArray[np.float64]) -> NDArray[np.float64]:
         """
-        Return the exact sum of *values* over each pack as float64; the same on every processor.
+        Return the exact sum of *values* over each pack as float64, which is the same on every
+        processor.
 
         Args:
             values: A whole number >= 0 for each sample, of any magnitude; float64, shape
@@ -119,7 +126,7 @@ class Packs(Sequence[list[int]]):
         return self.loads(whole).astype(np.float64)
 
     def take(self, positions: IntArray) -> Packs:
-        """Return the packs at *positions*, in the order of *positions*; a position may repeat."""
+        """Return the packs at *positions*, in this order. A position may occur several times."""
         sizes = self.sizes()[positions]
         offsets = np.zeros(sizes.size + 1, dtype=np.int64)
         np.cumsum(sizes, out=offsets[1:])
@@ -127,7 +134,9 @@ class Packs(Sequence[list[int]]):
         return Packs(offsets, self.indices[starts + np.arange(offsets[-1])])
 
     def to_labels(self, num_records: int) -> IntArray:
-        """Return the pack index of each record, -1 for none; shape (num_records,)."""
+        """
+        Return the pack index of each record, -1 for a record in no pack; shape (num_records,).
+        """
         owners = np.full(num_records, -1, dtype=np.int64)
         owners[self.indices] = np.repeat(np.arange(len(self)), self.sizes())
         return owners
@@ -148,7 +157,7 @@ class Packs(Sequence[list[int]]):
             start, stop, step = item.indices(len(self))
             if step != 1 or stop <= start:
                 return self.take(np.arange(len(self))[item])
-            # Neighbouring packs are neighbours in memory: no index is copied.
+            # Neighbouring packs are contiguous in memory: no index is copied.
             offsets = self.offsets[start : stop + 1]
             return Packs(offsets - offsets[0] if start else offsets, self.indices[offsets[0] : offsets[-1]])
         position = range(len(self))[item]
@@ -173,7 +182,7 @@ class Packs(Sequence[list[int]]):
 
 
 class HasPacks(Protocol):
-    """Object that has packs and reads like a list of them."""
+    """Object that has `packs` and behaves like a list of packs."""
 
     @property
     def packs(self) -> Packs:
@@ -187,18 +196,18 @@ class HasPacks(Protocol):
 
 
 AnyPacks = Packs | HasPacks | Sequence[Sequence[int]] | NDArray[np.integer]
-"""Packs as callers have them: `Packs`, a plan, or lists or arrays of sample indices."""
+"""Packs that a caller may pass: `Packs`, a plan, or lists or arrays of sample indices."""
 
 
 def as_packs(value: AnyPacks) -> Packs:
     """
-    Return packs as `Packs`, from lists or arrays of sample indices, or from a plan.
+    Convert lists or arrays of sample indices, or a plan, to `Packs`.
 
     Args:
-        value: The packs, or an object that has them as `packs`, as a `Plan` or `RawPlan` has.
+        value: The packs, or an object with an attribute `packs`, such as a `Plan` or `RawPlan`.
 
     Raises:
-        ArgumentError: There are no packs in the value.
+        ArgumentError: *value* is not packs and has no packs.
         ArgumentError: A sample index is not a whole number from 0.
 
     >>> as_packs(np.array([[0, 2], [1, 3]]))
@@ -234,7 +243,8 @@ def plan_checksum(packs: AnyPacks, *, lengths: Lengths | None = None) -> str:
 
 def filled_tokens(loads: IntArray | Sequence[int], packing_length: int) -> IntArray:
     """
-    Return the tokens of the packing length that each pack fills; a long pack counts as full.
+    Return the number of tokens in each pack, limited to the packing length, so that a long pack
+    counts as full.
 
     >>> filled_tokens([30, 80, 200], 80).tolist()
     [30, 80, 80]
@@ -243,7 +253,7 @@ def filled_tokens(loads: IntArray | Sequence[int], packing_length: int) -> IntAr
 
 
 def concatenate(parts: Sequence[Packs]) -> Packs:
-    """Return the packs of all *parts*, one part after the other."""
+    """Concatenate the packs of all *parts*."""
     offsets = np.zeros(1 + sum(map(len, parts)), dtype=np.int64)
     first = end = 0
     for part in parts:
@@ -253,16 +263,17 @@ def concatenate(parts: Sequence[Packs]) -> Packs:
 
 
 def sort_by_first_index(packs: Packs) -> Packs:
-    """Return the packs in the order of their first indices; each pack keeps its own order."""
+    """Sort packs by their first index. The order inside each pack does not change."""
     return packs.take(np.argsort(packs.indices[packs.offsets[:-1]], kind="stable"))
 
 
 def join_ranges(counts: IntArray, *, starts: IntArray, dtype: type[np.signedinteger[Any]] = np.int64) -> NDArray[Any]:
     """
-    Return joined ranges: `counts[0]` numbers from `starts[0]` on, then those from `starts[1]`, …
+    Return concatenated ranges: `counts[0]` numbers from `starts[0]` on, then `counts[1]` numbers
+    from `starts[1]` on, …
 
     Args:
-        counts: Number of values from each start, >= 0; shape (num_starts,).
+        counts: Number of values in each range, >= 0; shape (num_starts,).
         starts: First value of each range; shape (num_starts,).
         dtype: Integer type of the result.
 
@@ -276,9 +287,11 @@ def join_ranges(counts: IntArray, *, starts: IntArray, dtype: type[np.signedinte
 
 
 def _renumber_by_first_sample(labels: NDArray[np.int32], num_labels: int) -> NDArray[np.int32]:
-    """Renumber packs in order of their first sample; *labels* has the pack of each sample."""
+    """
+    Renumber packs in the order of their first sample. *labels* contains the pack of each sample.
+    """
     first = np.empty(num_labels, dtype=np.int64)
-    # Assigned back to front: of equal labels, the first sample is written last, and stays.
+    # Assigned back to front, so that the first sample of each label is written last and stays.
     for end in range(labels.size, 0, -BLOCK):
         start = max(0, end - BLOCK)
         first[labels[start:end][::-1]] = np.arange(end - 1, start - 1, -1)
@@ -291,10 +304,10 @@ def _renumber_by_first_sample(labels: NDArray[np.int32], num_labels: int) -> NDA
 
 def _group_by_label(labels: NDArray[np.int32], num_labels: int) -> tuple[IntArray, IntArray]:
     """
-    Return offsets and indices of samples grouped by label, ascending inside a group.
+    Group samples by label; return offsets and indices, which ascend inside each group.
 
-    The first of two radix passes puts samples into drawers of neighbouring labels. The second sorts
-    each drawer, which fits the cache, by label.
+    The first of two radix passes puts samples into buckets of neighbouring labels. The second pass
+    sorts each bucket, which fits into the cache, by label.
     """
     num_samples = labels.size
     shift = max(0, (num_labels * BLOCK // num_samples).bit_length() - 1)

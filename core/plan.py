@@ -1,5 +1,6 @@
 """
-The raw plan of samples, from their lengths: long samples, packs, the fill filter and the order.
+Planning: from the lengths of samples to a raw plan, with long samples, packs, the fill filter and
+the order of packs.
 """
 
 from __future__ import annotations
@@ -24,7 +25,9 @@ from packplan.core.patterns.certificate import BoundKind
 from packplan.core.policy import PlanPolicy
 
 _SAVED = 500
-"""`auto_packs` is set where `auto` saves more than one pack in this many, which is 0.2 %."""
+"""
+`auto_packs` is set only if `auto` saves more than one pack in this number of packs, which is 0.2 %.
+"""
 
 
 _COUNTS = (
@@ -44,49 +47,53 @@ _BOUND_KINDS: tuple[BoundKind, ...] = get_args(BoundKind)
 
 @attrs.frozen
 class RawPlan(HasPacks):
-    """All packs of a plan, in the order of their first samples, for any number of ranks."""
+    """
+    All packs of a plan, in the order of their first samples. They do not depend on the number of
+    ranks.
+    """
 
     packs: Packs
-    """Packs for training: ascending indices in a pack, packs by first index."""
+    """Packs for training, ordered by first index; indices ascend in each pack."""
 
     single_long: tuple[int, ...]
     """
-    Samples of `packing_length` tokens or more, each a pack by itself. The fill filter keeps them.
+    Samples of `packing_length` tokens or more that are packs by themselves. The fill filter never
+    drops them.
     """
 
     skipped_long: tuple[int, ...]
-    """Samples of `packing_length` tokens or more that are in no pack."""
+    """Samples of `packing_length` tokens or more that are skipped, so that they are in no pack."""
 
     dropped_packs: Packs
-    """Packs filled below the ratio, which are not trained."""
+    """Packs that the fill filter drops, so that they are not trained."""
 
     packing_length: int
-    """Tokens a pack of several samples may hold."""
+    """Maximum number of tokens in a pack of several samples."""
 
     num_samples: int
     num_tokens: int
-    """Tokens of the whole data set."""
+    """Number of tokens of the whole data set."""
 
     planned_tokens: int
     dropped_tokens: int
     skipped_tokens: int
-    """Tokens of planned, dropped and skipped samples; the sum is `num_tokens`."""
+    """Number of tokens of planned, dropped and skipped samples; their sum is `num_tokens`."""
 
     long_tokens: int
-    """Tokens of the packs of `single_long`; part of `planned_tokens`."""
+    """Number of tokens of the samples in `single_long`; part of `planned_tokens`."""
 
     lower_bound: int
     """
-    Number of packs that no plan can go below, before the fill filter and without skipped samples.
+    Proven number of packs before the fill filter and without skipped samples: no plan has fewer.
     """
 
     bound_kind: BoundKind
-    """Method that found `lower_bound`."""
+    """Method that found the lower bound."""
 
     auto_packs: int = attrs.field(default=0, eq=False)
     """
-    About the number of packs that `auto` would need for the same samples, found by the search for
-    the bound. 0 if it saves at most 0.2 %.
+    Approximate number of packs that the algorithm `auto` would need for the same samples, found by
+    the search for the lower bound. 0 if `auto` saves at most 0.2 %.
     """
 
     @property
@@ -101,7 +108,7 @@ class RawPlan(HasPacks):
 
     @property
     def fill(self) -> float:
-        """Mean fill of the packs. A long pack counts as full."""
+        """Mean fill of the packs. The pack of a long sample counts as full."""
         capacity = len(self.packs) * self.packing_length
         return (self.planned_tokens - self.long_tokens + len(self.single_long) * self.packing_length) / capacity
 
@@ -142,29 +149,29 @@ def build_raw_plan(
     **fields: Any,
 ) -> RawPlan:
     """
-    Group samples into packs.
+    Group samples into packs by a policy.
 
     Args:
         lengths: Tokens of each sample, >= 1.
-        policy: All settings of planning. None takes *fields* alone, which then need
+        policy: Settings that decide the plan. None uses only *fields*, which then need
             `packing_length`.
-        epoch: Number of the epoch that is packed, from 0. It changes nothing unless the policy is
+        epoch: Number of the planned epoch, from 0. It has no effect unless the policy is
             `replanned`.
         works: Work of each sample in any unit, >= 0, for algorithms that pack by work (`balanced`).
-            None derives it from lengths.
-        images: Number of images of each sample, which `max_images` needs.
-        quick_bound: Take a lower bound that needs no search, for plans that are only compared.
-            Otherwise a bound is searched for: with an effort in proportion to the plan, or without
-            a limit under `certified`. The packs are the same in both cases.
+            None derives the work from the lengths.
+        images: Number of images of each sample; needed if the policy has `max_images`.
+        quick_bound: Compute a lower bound without a search, for plans that are only compared.
+            Otherwise a bound is searched: with effort in proportion to the plan, or without limit
+            with `certified`. The packs are the same in both cases.
         report: Called with a progress message.
         fields: Fields of `PlanPolicy` that replace the same fields of *policy*, such as
             `packing_length`, `algorithm` or `min_fill_ratio`.
 
     Raises:
         ArgumentError: A length is not a positive whole number.
-        ArgumentError: No pack remains.
+        ArgumentError: No pack is left.
         ArgumentError: A field has an invalid value, `max_images` is set without *images*, or
-            *policy* is no `PlanPolicy`.
+            *policy* is not a `PlanPolicy`.
         TypeError: A field does not exist, or `packing_length` is missing.
 
     >>> build_raw_plan([80, 81, 20, 20, 20, 20], packing_length=80).packs.tolist()
@@ -174,7 +181,7 @@ def build_raw_plan(
     array = as_lengths(lengths)
     long = np.flatnonzero(array >= policy.packing_length)
     single, skipped = (long, long[:0]) if policy.allow_single_long else (long[:0], long)
-    # An algorithm that counts lengths puts a sample that fills a pack into a pack by itself.
+    # An algorithm that counts lengths already makes a sample that fills a pack a pack by itself.
     alone = single[:0] if policy.counts_lengths else single
     if not policy.packing:
         alone = np.delete(np.arange(array.size), skipped)
@@ -221,9 +228,9 @@ def build_raw_plan(
 
 def _sizes_with_images(lengths: IntArray, images: Lengths | None, policy: PlanPolicy) -> tuple[IntArray, int]:
     """
-    Return the room that each sample takes, and the room of a pack, in one unit. A sample takes the
-    room of its tokens or the room of its images, whichever is larger. So packs within the room keep
-    both limits.
+    Return the size of each sample and the capacity of a pack, in a common unit. The size of a
+    sample is its share of the tokens or of the images, whichever is larger. So packs within the
+    capacity satisfy both limits.
     """
     if policy.max_images is None:
         return lengths, policy.packing_length
@@ -240,13 +247,14 @@ def _find_plan_bound(
     tokens: IntArray, policy: PlanPolicy, *, known: int, effort: float, report: Callable[[str], None]
 ) -> Bound:
     """
-    Return a lower bound on the packs of a plan; each sample that fills a pack needs its own.
+    Return a lower bound on the packs of a plan. Each sample that fills a pack needs a pack by
+    itself.
 
     Args:
-        tokens: Tokens of each sample that was packed, each at most the packing length.
-        policy: All settings of planning.
-        known: Number of packs that hold these samples.
-        effort: Steps that a search for the bound may take.
+        tokens: Tokens of each packed sample, at most the packing length.
+        policy: Settings that decide the plan.
+        known: Number of packs of these samples in the plan.
+        effort: Maximum number of steps of the search for the bound.
         report: Called with a progress message.
     """
     full = int(np.count_nonzero(tokens == policy.packing_length))
@@ -262,7 +270,9 @@ def _find_plan_bound(
 
 
 def _checked_policy(policy: PlanPolicy) -> PlanPolicy:
-    """Return *policy*; ArgumentError if it is no `PlanPolicy` but, say, a packing length."""
+    """
+    Return *policy*; ArgumentError if it is not a `PlanPolicy` but, for example, a packing length.
+    """
     if not isinstance(policy, PlanPolicy):
         message = f"the second argument has to be a PlanPolicy, not {policy!r}: write packing_length={policy!r}"
         raise ArgumentError("argument", message)
@@ -279,12 +289,12 @@ def _split_by_fill(grouped: Packs, sizes: IntArray, policy: PlanPolicy, capacity
 
 
 def no_samples_error() -> ArgumentError:
-    """Return the error of a data set without samples."""
+    """Return the error for a data set without samples."""
     return ArgumentError("empty", "the data set is empty: 0 samples give no pack")
 
 
 def _no_packs_error(lengths: IntArray, skipped: IntArray, dropped: Packs, policy: PlanPolicy) -> ArgumentError:
-    """Return the error of a plan that is left without packs."""
+    """Return the error for a plan without packs."""
     if not lengths.size:
         return no_samples_error()
     capacity = counted(policy.packing_length, "token")
@@ -295,7 +305,7 @@ def _no_packs_error(lengths: IntArray, skipped: IntArray, dropped: Packs, policy
         reasons.append(f"{counted(skipped.size, 'sample')} {has} {capacity} or more, and long samples are skipped")
     if len(dropped):
         short = lengths[dropped.indices]
-        # Rounded down, so that the ratio that is named is one that suffices.
+        # Rounded down, so that the ratio in the message is low enough.
         details["fullest"] = int(dropped.loads(lengths).max()) * 10_000 // policy.packing_length / 10_000
         reasons.append(
             f"{counted(len(dropped), 'pack')} (samples of {token_range(int(short.min()), int(short.max()))}) "
@@ -308,14 +318,15 @@ def _no_packs_error(lengths: IntArray, skipped: IntArray, dropped: Packs, policy
 
 def refuse_longer(lengths: Lengths, policy: PlanPolicy) -> None:
     """
-    Refuse samples that are longer than a pack, if the policy says so.
+    Raise an error if the policy refuses samples longer than a pack and there are any.
 
     Args:
-        lengths: Tokens of each record, 0 for one that is not a sample; shape (num_records,).
-        policy: Settings of planning.
+        lengths: Tokens of each record, 0 for a record that is not a sample; shape (num_records,).
+        policy: Settings that decide the plan.
 
     Raises:
-        ArgumentError: A sample is longer. The first such sample and their number are named.
+        ArgumentError: A sample is longer than a pack. The message has the index of the first such
+            sample, and their number.
     """
     array, limit = as_lengths(lengths, least=0), policy.packing_length
     over = np.flatnonzero(array > limit)
@@ -331,18 +342,18 @@ def refuse_longer(lengths: Lengths, policy: PlanPolicy) -> None:
 
 def refuse_dropped(plan: RawPlan, lengths: Lengths, policy: PlanPolicy) -> None:
     """
-    Refuse a plan whose fill filter drops a larger share of the tokens than the policy allows.
+    Raise an error if the fill filter drops a larger share of the tokens than the policy allows.
 
-    One dropped pack is always allowed: the last pack of a small data set is rarely full.
+    A single dropped pack is always allowed, since the last pack of a small data set is rarely full.
 
     Args:
         plan: The raw plan.
-        lengths: Tokens of each record, 0 for one that is not a sample; shape (num_records,).
-        policy: Policy of the plan.
+        lengths: Tokens of each record, 0 for a record that is not a sample; shape (num_records,).
+        policy: Policy with which the plan was made.
 
     Raises:
-        ArgumentError: More than one pack is dropped, with more than `max_dropped_share` of the
-            tokens.
+        ArgumentError: Several packs are dropped, and they contain more than `max_dropped_share` of
+            the tokens.
 
     >>> policy = PlanPolicy(packing_length=100, min_fill_ratio="0.5")
     >>> refuse_dropped(build_raw_plan([51, 51, 90], policy), [51, 51, 90], policy)
@@ -350,7 +361,7 @@ def refuse_dropped(plan: RawPlan, lengths: Lengths, policy: PlanPolicy) -> None:
     if len(plan.dropped_packs) <= 1 or plan.dropped_share <= exact_share("max_dropped_share", policy.max_dropped_share):
         return
     dropped = as_lengths(lengths, least=0)[plan.dropped_packs.indices]
-    # Rounded up, so that the share that is named is one that suffices.
+    # Rounded up, so that the share in the message is high enough.
     enough = -(-plan.dropped_tokens * 10_000 // plan.num_tokens) / 10_000
     fact = (
         f"{plan.dropped_samples:,} of {counted(plan.num_samples, 'sample')} (of "
@@ -368,7 +379,7 @@ def unsupervised_samples(plan: RawPlan, supervised: Lengths) -> IntArray:
 
     Args:
         plan: The raw plan.
-        supervised: Tokens of each record that the loss counts; shape (num_records,).
+        supervised: Number of supervised tokens of each record; shape (num_records,).
 
     >>> unsupervised_samples(build_raw_plan([60, 20, 30], packing_length=80), [0, 7, 0]).tolist()
     [0, 2]
@@ -379,11 +390,11 @@ def unsupervised_samples(plan: RawPlan, supervised: Lengths) -> IntArray:
 
 def require_supervised(plan: RawPlan, supervised: Lengths) -> None:
     """
-    Refuse a plan in which no sample has a supervised token.
+    Raise an error if no sample of the plan has a supervised token.
 
     Args:
         plan: The raw plan.
-        supervised: Tokens of each record that the loss counts; shape (num_records,).
+        supervised: Number of supervised tokens of each record; shape (num_records,).
 
     Raises:
         ArgumentError: No planned sample has a supervised token.
@@ -395,7 +406,7 @@ def require_supervised(plan: RawPlan, supervised: Lengths) -> None:
 
 
 def plan_to_arrays(plan: RawPlan) -> dict[str, IntArray]:
-    """Return the plan as flat int64 arrays, for stores and for other ranks."""
+    """Convert the plan to flat int64 arrays, which are stored and sent to other ranks."""
     return {
         "offsets": plan.packs.offsets,
         "indices": plan.packs.indices,
@@ -409,7 +420,10 @@ def plan_to_arrays(plan: RawPlan) -> dict[str, IntArray]:
 
 
 def plan_from_arrays(arrays: Mapping[str, IntArray]) -> RawPlan:
-    """Rebuild a plan from the arrays of `plan_to_arrays`; ValueError if they do not form one."""
+    """
+    Rebuild a plan from the arrays that `plan_to_arrays` returned; ValueError if they are not a
+    valid plan.
+    """
     return RawPlan(
         packs=Packs(arrays["offsets"], arrays["indices"]),
         dropped_packs=Packs(arrays["dropped_offsets"], arrays["dropped_indices"]),
@@ -421,5 +435,8 @@ def plan_from_arrays(arrays: Mapping[str, IntArray]) -> RawPlan:
 
 
 def min_load(ratio: float | str | Decimal, packing_length: int) -> int:
-    """Return the fewest tokens that fill a pack to *ratio*, an exact decimal: 55 of 100 at 0.55."""
+    """
+    Return the smallest number of tokens that fills a pack to *ratio*, an exact decimal: 55 of 100
+    for 0.55.
+    """
     return -int(-exact_share("min_fill_ratio", ratio) * packing_length // 1)

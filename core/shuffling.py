@@ -1,4 +1,4 @@
-"""Orders that depend only on a seed."""
+"""Random orders that depend only on a seed."""
 
 from collections.abc import Sequence
 
@@ -11,12 +11,12 @@ def seeded_permutation(num: int, *, seed: int | Sequence[int]) -> IntArray:
     """
     Return a permutation of the numbers below *num* that depends only on *seed*.
 
-    It is the same under every version of numpy.
+    The permutation is the same with every version of numpy.
 
     Args:
         num: Number of values, >= 0.
-        seed: A number from 0, or several.
+        seed: A number from 0, or several such numbers.
     """
-    # numpy promises that the raw stream of a bit generator never changes. It promises nothing for
-    # `permutation`.
+    # numpy guarantees that the raw stream of a bit generator never changes, but gives no guarantee
+    # for `permutation`.
     return np.argsort(np.random.PCG64(seed).random_raw(num), kind="stable")

@@ -3,8 +3,8 @@ Packing algorithms, by name.
 
 To add an algorithm, write a function with its name in a module of this package, and an entry of
 `ALGORITHMS` that names the module. The function takes lengths, each from 1 to `capacity`,
-`capacity` by keyword, and the arguments that the entry lists in `takes`. It returns `Packs` ordered
-as those of `pack`. `tests.laws.test_packers` holds every entry to the same laws.
+`capacity` by keyword, and the arguments that the entry lists in `takes`. It returns `Packs` in the
+same order as `pack` does. `tests.laws.test_packers` tests all entries by the same laws.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -26,27 +26,35 @@ from packplan.core.packs import Packs, concatenate, sort_by_first_index
 
 @attrs.frozen
 class Algorithm:
-    """Module of a packing algorithm, the version of its packs, and the inputs that decide them."""
+    """Entry of a packing algorithm: its module, the version of its packs, and its inputs."""
 
     module: str
-    """Module of this package whose function has the name of the algorithm; loaded at first use."""
+    """
+    Module of this package that has a function with the algorithm's name; imported at first use.
+    """
 
     version: str
     """
-    Version of the packs, part of a plan's fingerprint. It changes if any input gives other packs.
+    Version of the packs, part of a plan's fingerprint. Raise it if the packs change for any input.
     """
 
     counts_lengths: bool = False
-    """Whether the function takes `LengthCounts` and returns a `PackingTrace`, instead of packs."""
+    """
+    Whether the function gets `LengthCounts` and returns a `PackingTrace`, instead of lengths and
+    packs.
+    """
 
     takes: tuple[str, ...] = ()
     """
-    Further arguments of the function: `seed` if packs are drawn, `works` if packs depend on the
-    work of samples, `report` to report progress where packing takes long.
+    Further arguments of the function: `seed` if packs are random, `works` if packs depend on the
+    work of samples, `report` if packing is slow enough to report progress.
     """
 
     keeps_order: bool = False
-    """Whether packs keep the order of the data, so that no draw gives others of equal quality."""
+    """
+    Whether packs keep the order of the data, so that there are no other packs of equal quality to
+    draw.
+    """
 
 
 ALGORITHMS: Mapping[str, Algorithm] = MappingProxyType(
@@ -62,11 +70,11 @@ ALGORITHMS: Mapping[str, Algorithm] = MappingProxyType(
         "certified": Algorithm("fewest", f"4, scipy {scipy.__version__}", takes=("seed", "report")),
     }
 )
-"""Algorithms that `pack` and `PlanPolicy` may name."""
+"""Name of a packing algorithm, for `pack` and `PlanPolicy` -> its entry."""
 
 
 def find_algorithm(name: str) -> Algorithm:
-    """Return the algorithm *name*; ArgumentError lists all names if there is none."""
+    """Return the algorithm *name*; ArgumentError with all names if it does not exist."""
     if name not in ALGORITHMS:
         raise ArgumentError("argument", f"algorithm is {name!r}, but has to be one of {', '.join(ALGORITHMS)}")
     return ALGORITHMS[name]
@@ -85,7 +93,7 @@ def as_seed(seed: int) -> int:
 
 def check_algorithm_works(algorithm: str, works: Any, num: int) -> NDArray[np.float64] | None:
     """
-    Check the works that are given to an algorithm, and return them as float64; None stays None.
+    Check the works that a caller passes to an algorithm, and return them as float64, or None.
 
     Args:
         algorithm: Name of the algorithm that packs the samples.
@@ -93,13 +101,13 @@ def check_algorithm_works(algorithm: str, works: Any, num: int) -> NDArray[np.fl
         num: Number of samples.
 
     Raises:
-        ArgumentError: The number of works differs, or one is negative or not finite.
-        ArgumentError: The packs of the algorithm do not depend on works.
+        ArgumentError: The number of works is wrong, or a work is negative or not finite.
+        ArgumentError: The packs of the algorithm do not depend on work.
     """
     if works is None:
         return None
     if "works" not in ALGORITHMS[algorithm].takes:
-        message = f"works do not change the packs of {algorithm}: take algorithm='balanced', or give none"
+        message = f"works do not change the packs of {algorithm}: use algorithm='balanced', or pass no works"
         raise ArgumentError("argument", message)
     return as_works(works, num, items="samples")
 
@@ -123,21 +131,21 @@ def pack(
     Args:
         lengths: Tokens of each sample, each from 1 to *capacity*. A numpy array of integers is
             fastest.
-        capacity: Tokens a pack may hold, >= 1.
-        algorithm: A name in `ALGORITHMS`.
+        capacity: Maximum number of tokens in a pack, >= 1.
+        algorithm: Name of an algorithm, a key of `ALGORITHMS`.
         seed: Seed of random algorithms, from 0 to 2**64 - 1.
-        min_bin_count: Least number of packs. If there are fewer, the fullest are split.
-        bin_count_multiple: The number of packs becomes a multiple of this: further packs are split.
-        works: Work of each sample, >= 0 in any unit, for `balanced`. None computes works from
-            tokens and squares of lengths, in the proportion of an ordinary model.
+        min_bin_count: Minimum number of packs. If there are fewer, the fullest packs are split.
+        bin_count_multiple: Packs are split until their number is a multiple of this.
+        works: Work of each sample, >= 0 in any unit, for `balanced`. None estimates it from the
+            length and the squared length, in the proportion of a typical model.
         report: Called with a progress message, by `certified` and `balanced`.
 
     Raises:
         ArgumentError: A length is not a whole number from 1 to *capacity*.
-        ArgumentError: The number of works differs from that of lengths, or one is negative or not
-            finite.
-        ArgumentError: Works are given to an algorithm whose packs do not depend on them. More packs
-            are wanted than there are samples.
+        ArgumentError: The numbers of works and lengths differ, or a work is negative or not finite.
+        ArgumentError: *works* is passed for an algorithm whose packs do not depend on work.
+        ArgumentError: *min_bin_count* or *bin_count_multiple* needs more packs than there are
+            samples.
 
     >>> pack([60, 20, 50, 30, 40, 40], capacity=80).tolist()
     [[0, 1], [2, 3], [4, 5]]
@@ -151,7 +159,7 @@ def pack(
     given = {"seed": seed, "works": check_algorithm_works(algorithm, works, array.size), "report": report}
     packs = Packs.from_lists([])
     if array.size:
-        # No pack holds more than all tokens. Their sum fits 64 bits, which the capacity may not.
+        # No pack has more than all tokens, whose sum fits into 64 bits; the capacity may not.
         options = {name: given[name] for name in chosen.takes} | {"capacity": min(capacity, int(array.sum()))}
         tally = LengthCounts.from_lengths(array) if chosen.counts_lengths else None
         found = load_packer(algorithm)(array if tally is None else tally, **options)
@@ -163,17 +171,18 @@ def split_to_bin_count(packs: Packs, lengths: IntArray, *, minimum: int, multipl
     """
     Split packs until their number is at least *minimum* and a multiple of *multiple*.
 
-    The fullest pack of several samples is split next, into halves of about equal load. Its samples
-    go to the emptier half, longest first.
+    The fullest pack of several samples is split next, into two packs of about equal load: each
+    sample, longest first, goes to the emptier pack.
 
     Args:
         packs: Packs, ordered by first sample.
         lengths: Tokens of each sample.
-        minimum: Least number of packs, >= 1. With 1, no samples give no packs.
-        multiple: Divisor of the number of packs, >= 1.
+        minimum: Minimum number of packs, >= 1. With 1, there may be no packs if there are no
+            samples.
+        multiple: Number that has to divide the number of packs, >= 1.
 
     Raises:
-        ArgumentError: More packs are wanted than there are samples.
+        ArgumentError: There would have to be more packs than there are samples.
     """
     wanted = -(-max(len(packs), minimum if minimum > 1 else 0) // multiple) * multiple
     if wanted == len(packs):
@@ -200,7 +209,9 @@ def split_to_bin_count(packs: Packs, lengths: IntArray, *, minimum: int, multipl
 
 
 def _split_in_halves(members: list[int], lengths: IntArray) -> tuple[list[int], list[int]]:
-    """Split a pack into two of about equal load, neither empty, indices ascending."""
+    """
+    Split a pack into two packs of about equal load. Neither is empty, and indices ascend in both.
+    """
     halves: tuple[list[int], list[int]] = ([], [])
     loads = [0, 0]
     for index in sorted(members, key=lambda i: (-int(lengths[i]), i)):

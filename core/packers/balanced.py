@@ -1,18 +1,20 @@
 """
-Packer `balanced`: packs of equal work, at most one in two hundred more than `auto`.
+Packer `balanced`: packs of about equal work, at most 0.5 % more than `auto` makes.
 
-Groups of some thousand packs are levelled separately, so time and memory are linear in the samples.
-Samples in order of length and work are assigned to the groups in turn, so groups are alike.
+The packs are divided into groups of some thousand packs, each of which is levelled separately. So
+time and memory grow linearly with the number of samples. Samples are sorted by length and work and
+assigned to the groups in turn, so that all groups have similar samples.
 
-1. Start: inside a group, each sample goes to the pack with the fewest tokens so far, longest sample
-   first. A pack may exceed the capacity.
-2. Fit: samples are exchanged between packs until none exceeds the capacity.
+1. Start: in each group, the samples, longest first, go to the pack with the fewest tokens so far. A
+   pack may exceed the capacity.
+2. Fit: samples are exchanged between packs until no pack exceeds the capacity.
 3. Level: samples are exchanged until packs have nearly equal work (`core.packers.exchange`).
 
-In step 1, a sample of much work reserves tokens that stay empty in its pack, since a full pack with
-it would exceed the mean work. Only tokens that the packs leave unused anyway are reserved. If step
-2 fails, or if best fit needs more packs than the limit, packs of `auto` are levelled instead. These
-have a smaller capacity if their number then stays within the limit.
+In step 1, a sample with much work reserves tokens that stay empty in its pack, because a full pack
+with this sample would exceed the mean work. At most the tokens that the packs leave unused anyway
+are reserved. If step 2 fails, or if best fit needs more packs than the limit, the packs of `auto`
+are levelled instead. They are made with a slightly smaller capacity if their number then stays
+within the limit.
 """
 
 from bisect import bisect_left
@@ -34,22 +36,28 @@ from packplan.core.work.assignment import to_units
 from packplan.core.work.model import WorkModel
 
 _PACKS_PER_EXTRA = 200
-"""Number of packs for which one pack more than the fewest is made, to have room to level work."""
+"""Number of packs for which one extra pack is allowed, so that there is room to level the work."""
 
 _GROUP_SAMPLES, _GROUP_PACKS = 1 << 15, 1 << 10
-"""Least number of samples and of packs in a group."""
+"""Minimum number of samples, and of packs, in a group."""
 
 _LIGHT = 4
-"""Work per token beside heavy samples is assumed so low that one in 4 samples has less."""
+"""
+Divisor of the samples: one sample in this number has less work per token than is assumed for the
+samples that share a pack with a heavy sample.
+"""
 
 _KEPT_EMPTY = (80, 40, 0)
 """
-Percentages of the unused tokens of all packs that samples of much work may reserve. The first one
-with which all packs fit is taken.
+Percentages of the unused tokens of all packs that samples with much work may reserve. The first
+percentage with which all packs fit is used.
 """
 
 _SHARE = 996
-"""Thousandths of the capacity that packs of `auto` may fill, if they stay within the limit."""
+"""
+Reduced capacity for the packs of `auto`, in thousandths of the capacity. It is used if the number
+of packs stays within the limit.
+"""
 
 
 def balanced(
@@ -64,14 +72,14 @@ def balanced(
     Pack samples into packs of about equal work.
 
     Args:
-        lengths: Tokens, each from 1 to *capacity*.
-        capacity: Tokens a pack may hold.
-        works: Work of each sample, >= 0 in any unit; of the shape of *lengths*. None computes works
-            from tokens and squares of lengths, in the proportion of an ordinary model.
+        lengths: Tokens of each sample, each from 1 to *capacity*.
+        capacity: Maximum number of tokens in a pack.
+        works: Work of each sample, >= 0 in any unit; same shape as *lengths*. None estimates it
+            from the length and the squared length, in the proportion of a typical model.
         report: Called with a progress message.
-        keys: Random numbers that change the start of the search, and so the packs, but not their
-            number, nor how even their work is; shape (num_samples,). None starts with the longest
-            samples.
+        keys: Random numbers that change where the search starts; shape (num_samples,). They change
+            the packs, but neither the number of packs nor how equal their work is. None starts with
+            the longest samples.
     """
     units = to_units(WorkModel.estimated({}).trained().sample_flops(lengths) if works is None else works)
     packs, fewest = _pack_with(lengths, capacity), find_bound(lengths, capacity=capacity, effort=0).packs
@@ -104,11 +112,14 @@ def _pack_evenly(
     capacity: int,
     report: Callable[[str], None],
 ) -> IntArray | None:
-    """Return the pack of each sample in *num* packs of equal work; None if they do not all fit."""
+    """
+    Divide samples into *num* packs of equal work; return the pack of each sample, or None if a pack
+    exceeds the capacity.
+    """
     labels = np.empty(lengths.size, dtype=np.int64)
     num_groups = _num_groups(lengths.size, num)
     order = np.lexsort((-units, -lengths))
-    if keys is not None:  # neighbours in this order change groups
+    if keys is not None:  # neighbouring samples swap groups
         order = order[np.lexsort((keys, np.arange(order.size) // num_groups))]
     start = 0
     for number, members in enumerate(_assign_to_groups(order, num_groups)):
@@ -127,9 +138,7 @@ def _pack_evenly(
 def _level_packs(
     lengths: IntArray, units: IntArray, labels: IntArray, *, capacity: int, report: Callable[[str], None]
 ) -> IntArray:
-    """
-    Level the work of packs that fit the capacity, group by group; return the pack of each sample.
-    """
+    """Level the work of given packs, group by group; return the pack of each sample."""
     num = int(labels.max()) + 1
     sums = np.zeros(num, dtype=np.int64)
     np.add.at(sums, labels, units)
@@ -157,7 +166,8 @@ def _num_groups(num_samples: int, num_packs: int) -> int:
 
 def _assign_to_groups(order: IntArray, num_groups: int) -> Iterator[IntArray]:
     """
-    Yield groups of the items of *order*, assigned back and forth so that their sums are alike.
+    Yield groups of the items of *order*, assigned back and forth so that the groups have similar
+    sums.
     """
     places = np.arange(order.size)
     row, column = places // num_groups, places % num_groups
@@ -171,8 +181,8 @@ def _fit_group(
     lengths: IntArray, units: IntArray, keys: NDArray[np.uint16] | None, *, num: int, capacity: int
 ) -> ExchangeSearch | None:
     """
-    Find packs within the capacity, if possible with tokens reserved for samples of much work.
-    Return None if no packs are found that fit.
+    Find packs within the capacity, if possible with tokens reserved for samples with much work;
+    return None if no such packs are found.
     """
     for percent in _KEPT_EMPTY:
         reserved = _add_reserve(lengths, units, num=num, capacity=capacity, percent=percent)
@@ -186,18 +196,19 @@ def _fit_group(
 
 def _add_reserve(lengths: IntArray, units: IntArray, *, num: int, capacity: int, percent: int) -> IntArray:
     """
-    Return each sample's tokens plus the tokens that it reserves, so that the work of its pack
-    stays at the mean.
+    Return each sample's tokens plus the tokens that it reserves, so that the work of its pack does
+    not exceed the mean.
 
-    At most *percent* of the unused tokens of all packs are reserved. If samples want more,
-    each reserves the same number less, so that the heaviest samples keep a reserve.
+    At most *percent* of the unused tokens of all packs are reserved. If this limit is exceeded,
+    every sample's reserve is reduced by the same number of tokens, so that only the heaviest
+    samples keep a reserve.
     """
     light = float(np.sort(units / lengths)[lengths.size // _LIGHT])
     if not light:
         return lengths
     beside = capacity - lengths
     mean = int(units.sum()) / num
-    # Sums of whole tokens are the same on every machine.
+    # Sums of integers are the same on every machine.
     wanted = np.clip(np.ceil(beside - (mean - units) / light), 0, capacity).astype(np.int64)
     most = (num * capacity - int(lengths.sum())) * percent // 100
     given_up = bisect_left(range(capacity + 1), -most, key=lambda less: -int(_cut_reserve(wanted, beside, less).sum()))
@@ -205,15 +216,17 @@ def _add_reserve(lengths: IntArray, units: IntArray, *, num: int, capacity: int,
 
 
 def _cut_reserve(wanted: IntArray, beside: IntArray, given_up: int) -> IntArray:
-    """Return each sample's reserved tokens: *given_up* fewer than wanted, at most *beside*."""
+    """
+    Return the reserved tokens of each sample: *wanted* minus *given_up*, limited to 0 and *beside*.
+    """
     left: IntArray = np.clip(wanted - given_up, 0, beside)
     return left
 
 
 def _starting_labels(tokens: IntArray, keys: NDArray[np.uint16] | None, *, num: int) -> IntArray:
     """
-    Return the pack of each sample before any exchange, from 0 to *num* - 1. Random *keys* change
-    the order: each sample counts as up to twice as long.
+    Return the initial pack of each sample, from 0 to *num* - 1. Random *keys* change the order,
+    since each sample then counts as up to twice as long.
     """
     order = np.argsort(-tokens if keys is None else tokens * -(1 + keys / 2**16), kind="stable")
     labels = np.empty(tokens.size, dtype=np.int64)

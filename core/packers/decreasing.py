@@ -1,15 +1,15 @@
 """
-Packers that take the longest samples first, over counts of equal lengths.
+Packers that place the longest samples first. They run over counts of equal lengths.
 
-Constant volume gives the same packs as `binpacking.to_constant_volume` 2.x (with `weight_pos`),
-ties included, without its quadratic search: the emptiest bin fits if any bin fits. The literature
-calls it worst-fit decreasing; worst, best and first fit are described in Johnson, "Near-optimal bin
-packing algorithms" (1973).
+Constant volume makes exactly the same packs as `binpacking.to_constant_volume` 2.x (with
+`weight_pos`), but without the quadratic search: the emptiest bin fits if any bin fits. The
+literature calls it worst-fit decreasing. Worst fit, best fit and first fit are described in
+Johnson, "Near-optimal bin packing algorithms" (1973).
 
 Modified first fit is described in Johnson and Garey, "A 71/60 theorem for bin packing" (1985).
-Samples are large (over a half of the capacity), medium (over a third), small (over a sixth) or
-tiny. Large ones open a bin each, and the next phases add other samples to them. First fit packs the
-rest. Bins with equal room are taken in the order they were opened.
+Samples are large (over half of the capacity), medium (over a third), small (over a sixth) or tiny.
+Each large sample opens a bin, and the next phases add other samples to these bins. First fit packs
+the remaining samples. Bins with equal room are used in the order in which they were opened.
 """
 
 from __future__ import annotations
@@ -33,10 +33,10 @@ def constant_volume(tally: LengthCounts, *, capacity: int) -> PackingTrace:
     """
     Put each sample into the emptiest bin, or into a new bin if it fits nowhere.
 
-    Of equally empty bins, the first is taken.
+    Among equally empty bins, the first is chosen.
 
-    Bins are ranges of neighbours with equal room. A new bin is the emptiest until it is full, so it
-    takes all its samples at once.
+    Neighbouring bins with equal room are handled as one range. A new bin is the emptiest bin until
+    it is full, so it is filled in one step.
     """
     trace = PackingTrace()
     num_bins = 0
@@ -65,7 +65,7 @@ def constant_volume(tally: LengthCounts, *, capacity: int) -> PackingTrace:
 
 def best_fit_decreasing(tally: LengthCounts, *, capacity: int) -> PackingTrace:
     """
-    Put each sample into the fullest bin with room for it; of equally full ones, into the first.
+    Put each sample into the fullest bin with room for it; among equally full bins, into the first.
     """
     return fit_decreasing(tally, capacity=capacity, fullest=True)
 
@@ -77,7 +77,7 @@ def first_fit_decreasing(tally: LengthCounts, *, capacity: int) -> PackingTrace:
 
 @attrs.define
 class _BinRange:
-    """Neighbouring bins with equal room."""
+    """Range of neighbouring bins with equal room."""
 
     first: int
     num: int
@@ -85,7 +85,7 @@ class _BinRange:
     has_medium: bool = False
 
     def split(self, num: int, used: int, *, has_medium: bool) -> _BinRange:
-        """Split off and return the first *num* bins, with *used* more tokens in each."""
+        """Split off the first *num* bins, and return them with *used* more tokens in each bin."""
         head = _BinRange(self.first, num, self.room - used, has_medium)
         self.first += num
         self.num -= num
@@ -143,8 +143,8 @@ def _add_two_small(
     ranges: list[_BinRange], sizes: list[int], small: range, trace: PackingTrace, left: list[int]
 ) -> list[_BinRange]:
     """
-    Phase 3: backward, add to each bin without a medium sample the smallest small one and the
-    largest that then fits.
+    Phase 3: backward, add to each bin without a medium sample two small samples: the smallest, and
+    the largest that then fits.
     """
     after = []
     largest, smallest = small.start, small.stop - 1
@@ -152,8 +152,8 @@ def _add_two_small(
         while bins.num and not bins.has_medium:
             while smallest >= largest and not left[smallest]:
                 smallest -= 1
-            # The room beside the smallest only shrinks from bin to bin: a sample that does not fit
-            # now never will.
+            # The room beside the smallest sample only shrinks from bin to bin, so a sample that
+            # does not fit now never will.
             while largest <= smallest and (not left[largest] or sizes[largest] + sizes[smallest] > bins.room):
                 largest += 1
             if largest > smallest or (largest == smallest and left[smallest] < 2):
@@ -170,9 +170,9 @@ def _add_two_small(
 
 
 def _add_any(ranges: list[_BinRange], sizes: list[int], trace: PackingTrace, left: list[int]) -> None:
-    """Phase 4: forward, add to each bin the largest sample that fits, as long as any does."""
+    """Phase 4: forward, repeatedly add to each bin the largest sample that fits."""
     negated = [-size for size in sizes]
-    # Links from a size without samples left to the next that has some.
+    # Links from a size without remaining samples to the next size that has some.
     following = [index if count else index + 1 for index, count in enumerate(left)] + [len(left)]
 
     def next_left(index: int) -> int:

@@ -1,18 +1,19 @@
 """
-Redraw: another packing of the same samples of equal quality, drawn by a seed.
+Redraw: other packs of the same samples, of equal quality, drawn from a seed.
 
-All samples are put end to end in a random order, which is cut after every *capacity* tokens. The
-whole samples between two cuts are a group, which is packed as one item. Samples across a cut are
-items of their own, called loose, and fill the packs of the groups. So nearly all samples share a
-pack with random others.
+All samples are concatenated in a random order, which is cut after every *capacity* tokens. The
+whole samples between two cuts form a group, which is packed as one item. A sample across a cut is a
+separate item, called loose, and fills up the pack of a group. So nearly all samples share a pack
+with random other samples.
 
-If the draw needs more than one pack in 200 beyond the algorithm's own packing, groups at the front
-of the order become loose samples too, and the items are packed again. If it still needs too many
-packs with all samples loose, samples of equal length change places in the algorithm's own packs.
+A draw may need at most 0.5 % more packs than the algorithm without a draw. If it needs more, groups
+at the front of the order are split into loose samples, and all items are packed again. If the draw
+still needs too many packs with all samples loose, the algorithm's packs are used, in which samples
+of equal length swap places.
 
-An algorithm that starts from a random order needs no groups. `balanced` does so: the start of its
-search is drawn. The groups of `certified` are packed by best fit, its first stage. If this needs
-too many packs, samples of equal length change places in its own packs.
+`balanced` needs no groups, because its search starts from a random order. The groups of `certified`
+are packed by best fit. If best fit needs too many packs, samples of equal length swap places in the
+packs of `certified`.
 """
 
 from collections.abc import Callable, Sequence
@@ -27,18 +28,24 @@ from packplan.core.packers import ALGORITHMS, check_algorithm_works, load_packer
 from packplan.core.packs import Packs
 
 REDRAW_VERSION = "1"
-"""Version of the packs of `redraw`, part of a plan's fingerprint, as an algorithm's is."""
+"""Version of the packs that `redraw` makes, part of a plan's fingerprint."""
 
 _PACKS_PER_EXTRA = 200
-"""Packs of the algorithm's own packing for each further pack that a draw may have."""
+"""Number of packs of the algorithm for which a draw may have one extra pack."""
 
 _FIRST_LOOSE = 40
-"""One in this many tokens is loose at first, beside samples across a cut."""
+"""
+Divisor of all tokens: at first, this part of the tokens is in loose samples, in addition to the
+samples across a cut.
+"""
 
 
 @attrs.frozen
 class _Packing:
-    """Number of packs of items, and a function that computes the pack of each."""
+    """
+    Result of packing items: the number of packs, and a function that computes the pack of each
+    item.
+    """
 
     num: int
     """Number of packs."""
@@ -58,23 +65,23 @@ def redraw(
     report: Callable[[str], None] = lambda _: None,
 ) -> Packs:
     """
-    Draw packs that differ from the algorithm's own; they are at most 0.5 % more.
+    Draw packs at random, at most 0.5 % more than the algorithm makes without a draw.
 
-    The packs depend on the arguments alone. Two given samples share a pack in few epochs, as far
-    as their lengths allow.
+    The packs depend only on the arguments. Two given samples share a pack in few epochs, as far as
+    their lengths allow.
 
     Args:
         lengths: Tokens of each sample, each from 1 to *capacity*.
-        capacity: Tokens a pack may hold, >= 1.
+        capacity: Maximum number of tokens in a pack, >= 1.
         algorithm: Name of an algorithm that does not keep the order of the data.
-        seed: Seed of all epochs, from 0 to 2**64 - 1.
-        epoch: Number of the draw, >= 0.
-        works: Work of each sample, as for `pack`.
+        seed: Seed of the draws of all epochs, from 0 to 2**64 - 1.
+        epoch: Number of the epoch, >= 0.
+        works: Work of each sample, as in `pack`.
         report: Called with a progress message, by `certified` and `balanced`.
 
     Raises:
-        ArgumentError: The number of works differs, or one is negative or not finite.
-        ArgumentError: Works are given to an algorithm whose packs do not depend on them.
+        ArgumentError: The number of works is wrong, or a work is negative or not finite.
+        ArgumentError: *works* is passed for an algorithm whose packs do not depend on work.
     """
     epoch, num, chosen = as_whole_number("epoch", epoch, least=0), lengths.size, ALGORITHMS[algorithm]
     weights = check_algorithm_works(algorithm, works, num)
@@ -112,8 +119,8 @@ def redraw(
 
 def _item_starts(shuffled: IntArray, ends: IntArray, *, capacity: int, loose_tokens: int) -> IntArray:
     """
-    Return the place of each item's first sample in *shuffled*, given the sum *ends* of tokens up to
-    each sample. Samples within the first *loose_tokens* are items of their own.
+    Return the position in *shuffled* of each item's first sample. *ends* has the cumulative tokens
+    up to each sample. Samples within the first *loose_tokens* tokens are separate items.
     """
     group = (ends - 1) // capacity
     alone = (ends - shuffled) // capacity != group
@@ -137,14 +144,14 @@ def _pack_items(
 
 
 def _exchange_equals(labels: NDArray[np.int32], lengths: IntArray, order: IntArray) -> Packs:
-    """Return packs in which samples of equal length changed places by a shuffled *order*."""
+    """Return packs in which samples of equal length have swapped places, by a shuffled *order*."""
     places = np.argsort(lengths, kind="stable")
     drawn = order[np.argsort(lengths[order], kind="stable")]
     return _packs_from_labels(labels[places], drawn)
 
 
 def _packs_from_labels(labels: NDArray[np.int32], order: IntArray) -> Packs:
-    """Return packs of samples; *labels* has the pack of each sample of *order*."""
+    """Return packs of samples. *labels* contains the pack of each sample in *order*."""
     by_sample = np.empty_like(labels)
     by_sample[order] = labels
     return Packs.from_labels(by_sample)

@@ -1,13 +1,14 @@
 """
-Exchanges of samples between packs, so that the packs fit or have equal work.
+Exchanges of samples between packs, so that packs fit the capacity or have equal work.
 
 A part of a pack is a single sample, or up to four of its samples drawn at random. All parts of all
-packs are sorted by tokens. In each round, every part is compared with another part, a random number
-of places further on. Both have about equal tokens, so that packs stay within the capacity when the
-two parts change places. The exchanges that gain most are made at once, at most one a pack.
+packs are sorted by tokens. In each round, every part is compared with the part a random number of
+places further on. The two parts have about equal tokens, so that packs stay within the capacity
+when the parts are swapped. The most useful exchanges of a round are made together, at most one for
+each pack.
 
-Draws come from one stream of raw numbers, arithmetic is in whole numbers, and rounds are counted.
-So the packs are the same on every machine.
+Random numbers come from one stream, all arithmetic uses integers, and the search is limited by
+rounds instead of time. So the packs are the same on every machine.
 """
 
 import attrs
@@ -19,80 +20,88 @@ from packplan.core.packs import join_ranges
 
 _SAMPLE_ROUNDS = {True: 60, False: 6}
 """
-Limit of rounds that exchange one sample for one, to level work (True) and to make packs fit
-(False).
+Maximum number of rounds that exchange single samples: True for levelling work, False for making
+packs fit.
 """
 
 _CYCLES = (20, 60)
-"""Least and largest number of draws of parts: for packs of many samples, and of few."""
+"""Minimum and maximum number of draws of parts. Packs of many samples need few draws."""
 
 _DRAWS = 150
 """
-Number of draws for packs of one sample. Packs of n samples have an n-th of it, within `_CYCLES`.
+Number of draws for packs of one sample. For packs of n samples, it is divided by n and limited to
+`_CYCLES`.
 """
 
 _ROUNDS_OF_A_CYCLE = (4, 16)
 """
-Least and largest number of rounds on parts of one draw. Parts of a changed pack are no longer
-valid.
+Minimum and maximum number of rounds on the parts of one draw. Once a pack has changed, its drawn
+parts are no longer valid.
 """
 
 _PARTS, _SAMPLES_OF_A_PART = 4, 4
-"""Parts drawn from a pack, and the most samples of a part. A part may be empty."""
+"""
+Number of parts drawn from each pack, and maximum number of samples in a part. A part may be empty.
+"""
 
 _PLACES = 11
-"""Parts that are compared are at most 2 to this power places apart."""
+"""Exponent of 2: two compared parts are at most 2 to this power places apart."""
 
 _TOLERANCE, _GAIN = 1000, 4000
 """
-A pack is level within a thousandth of the mean work. An exchange gains at least a 4,000th of it.
+Divisors of the mean work: a pack is level within one thousandth of it, and an exchange has to gain
+at least one 4,000th of it.
 """
 
 _IDLE_ROUNDS, _IDLE_ROUNDS_OF_A_CYCLE, _IDLE_CYCLES, _SLOW = 30, 6, 12, 1000
 """
-Idle rounds of samples, idle rounds of the same parts, and idle draws that end a search. A draw is
-idle if it reduces the excess by less than a thousandth.
+Limits that end a search: consecutive rounds of single samples, rounds with the same parts, and
+draws without a gain. A draw counts as without a gain if it reduces the excess by less than a
+thousandth.
 """
 
 _FEW, _MANY = 500, 8
 """
-The search ends when one pack in 500 is not level. Parts are drawn again when one pack in 8 has
-changed.
+Divisors of the packs: the search ends when at most one pack in 500 is not level. Parts are drawn
+again when one pack in 8 has changed.
 """
 
 
 @attrs.frozen(eq=False)
 class _Parts:
-    """Samples that change packs together, by ascending tokens; arrays of shape (num_parts,)."""
+    """
+    Parts of packs, sorted by tokens; the samples of a part move together. Arrays have shape
+    (num_parts,).
+    """
 
     packs: IntArray
     tokens: IntArray
     works: IntArray
 
     first: IntArray
-    """Start of each part among the samples in order of packs."""
+    """Start of each part in the list of samples that is sorted by pack."""
 
     stop: IntArray
 
 
 @attrs.define(eq=False)
 class ExchangeSearch:
-    """Packs that a search changes in place, by exchanging samples between two packs at a time."""
+    """Packs, and a search that changes them in place by swapping samples between two packs."""
 
     tokens: IntArray
     """Tokens of each sample; shape (num_samples,)."""
 
     works: IntArray
-    """Work of each sample, in whole units; shape (num_samples,)."""
+    """Work of each sample, as integers; shape (num_samples,)."""
 
     labels: IntArray
-    """Pack of each sample, changed by each exchange; shape (num_samples,)."""
+    """Pack of each sample, updated by each exchange; shape (num_samples,)."""
 
     num: int
     """Number of packs."""
 
     capacity: int
-    """Tokens a pack may hold."""
+    """Maximum number of tokens in a pack."""
 
     loads: IntArray = attrs.field(init=False)
     sums: IntArray = attrs.field(init=False)
@@ -112,16 +121,16 @@ class ExchangeSearch:
         Exchange samples until no pack exceeds the capacity; return whether that succeeded.
 
         Args:
-            nearly: Whether to end when few packs exceed it.
+            nearly: Whether to stop when only a few packs exceed the capacity.
         """
         self._exchange(level=False, few=self.num // _FEW if nearly else 0)
         return bool(self.loads.max() <= self.capacity)
 
     def level(self) -> None:
         """
-        Exchange samples until the packs have equal work, or no exchange helps.
+        Exchange samples until the packs have equal work, or until no exchange helps.
 
-        No pack may exceed the capacity.
+        All packs have to be within the capacity before the call.
         """
         self._exchange(level=True, few=self.num // _FEW)
 
@@ -144,7 +153,7 @@ class ExchangeSearch:
             idle = 0 if self._excess(level=level) < before - before // _SLOW else idle + 1
 
     def _draw_and_exchange(self, *, level: bool) -> None:
-        """Draw parts, and exchange them while that helps."""
+        """Draw parts, and exchange parts as long as that helps."""
         order, parts = self._draw_parts()
         touched = np.zeros(self.num, dtype=bool)
         least, most = _ROUNDS_OF_A_CYCLE
@@ -155,7 +164,10 @@ class ExchangeSearch:
                 break
 
     def _excess(self, *, level: bool) -> int:
-        """Return the sum of deviations from mean work if *level*, else of tokens over capacity."""
+        """
+        Return the sum over packs of the deviation from the mean work if *level*, else of the tokens
+        over the capacity.
+        """
         excess = np.abs(self.sums - self._mean) if level else np.maximum(self.loads - self.capacity, 0)
         return int(excess.sum())
 
@@ -169,12 +181,12 @@ class ExchangeSearch:
         return self.loads > self.capacity
 
     def _exchange_samples(self, singles: IntArray, *, level: bool) -> bool:
-        """Exchange one sample for one; return whether any were exchanged."""
+        """Exchange single samples; return whether any were exchanged."""
         parts = _Parts(self.labels[singles], self.tokens[singles], self.works[singles], singles, singles + 1)
         return self._exchange_parts(np.arange(singles.size), parts, np.zeros(self.num, dtype=bool), level=level)
 
     def _exchange_parts(self, order: IntArray, parts: _Parts, touched: NDArray[np.bool_], *, level: bool) -> bool:
-        """Exchange parts, whose samples are in *order*; return whether any were exchanged."""
+        """Exchange parts, which are ranges of *order*; return whether any were exchanged."""
         low, high = self._choose_exchanges(parts, touched, level=level)
         if not low.size:
             return False
@@ -186,7 +198,7 @@ class ExchangeSearch:
         return True
 
     def _update_totals(self, parts: _Parts, low: IntArray, high: IntArray) -> None:
-        """Update the tokens and works of packs after an exchange of parts *low* and *high*."""
+        """Update the tokens and the work of packs after parts *low* and *high* were exchanged."""
         more, harder = parts.tokens[high] - parts.tokens[low], parts.works[high] - parts.works[low]
         to, of = parts.packs[low], parts.packs[high]
         self.loads[to] += more
@@ -196,8 +208,8 @@ class ExchangeSearch:
 
     def _choose_exchanges(self, parts: _Parts, touched: NDArray[np.bool_], *, level: bool) -> tuple[IntArray, IntArray]:
         """
-        Return pairs of parts to exchange, at most one pair a pack. The second of a pair has at
-        least as many tokens.
+        Return pairs of parts to exchange, at most one pair for each pack. The second part of a pair
+        has at least as many tokens as the first.
         """
         low, high = self._draw_candidates(parts, touched, level=level)
         if not low.size:
@@ -219,7 +231,7 @@ class ExchangeSearch:
             return low[:0], high[:0]
         helps = helps[np.argsort(-gain[helps], kind="stable")]
         to, of, number = to[helps], of[helps], np.arange(helps.size)
-        # The first exchange that names a pack is the one that helps it most.
+        # The first exchange in this order that involves a pack is its most useful one.
         first = np.full(self.num, helps.size)
         np.minimum.at(first, to, number)
         np.minimum.at(first, of, number)
@@ -227,7 +239,7 @@ class ExchangeSearch:
         return low[made], high[made]
 
     def _draw_candidates(self, parts: _Parts, touched: NDArray[np.bool_], *, level: bool) -> tuple[IntArray, IntArray]:
-        """Return pairs of parts of untouched packs, one of which has to change."""
+        """Return pairs of parts from unchanged packs, of which at least one still has to change."""
         scale, places = self._stream.random_raw(2).tolist()
         away = 1 + places % min(2 ** (scale % (_PLACES + 1)), max(1, parts.tokens.size - 1))
         unsettled = (self._must_change(level=level) & ~touched)[parts.packs]
@@ -237,9 +249,7 @@ class ExchangeSearch:
         return low, low + away
 
     def _draw_parts(self) -> tuple[IntArray, _Parts]:
-        """
-        Draw parts; return the samples ordered by pack, and the parts as ranges of this order.
-        """
+        """Draw parts; return the samples sorted by pack, and the parts as ranges of that list."""
         num = self.tokens.size
         shuffled = np.argsort(self._draw_keys(num), kind="stable")
         order = shuffled[_stable_argsort(self.labels[shuffled])]
@@ -248,7 +258,7 @@ class ExchangeSearch:
         shape = self.num, _PARTS
         sizes = (self._draw_keys(self.num * _PARTS) % (_SAMPLES_OF_A_PART + 1)).astype(np.int64).reshape(shape)
         sizes = np.minimum(sizes, counts[:, None])
-        # A start among the free ones, by the share of 2**16 that was drawn.
+        # A random start among the possible ones, by a random share of 2**16.
         free = counts[:, None] - sizes + 1
         first = starts[:, None] + (self._draw_keys(self.num * _PARTS).astype(np.int64).reshape(shape) * free >> 16)
         first = np.concatenate([np.arange(num), first.ravel()])
@@ -260,11 +270,11 @@ class ExchangeSearch:
         return order, _Parts(packs[by], tokens[by], works[by], first[by], stop[by])
 
     def _draw_keys(self, num: int) -> NDArray[np.uint16]:
-        """Draw *num* numbers below 2**16: short keys are sorted fastest."""
+        """Draw *num* numbers below 2**16, because short keys are sorted fastest."""
         return self._stream.random_raw(-(-num // 4)).view(np.uint16)[:num]
 
 
 def _stable_argsort(keys: IntArray) -> IntArray:
-    """Return a stable argsort of numbers from 0; by radix if all are below 2**16."""
+    """Return a stable argsort of non-negative numbers, by radix sort if all are below 2**16."""
     small = keys.size and int(keys.max()) < 1 << 16
     return np.argsort(keys.astype(np.uint16) if small else keys, kind="stable")

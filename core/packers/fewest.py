@@ -1,15 +1,14 @@
 """
 Packers `auto` and `certified`: searches for the fewest packs.
 
-`auto` has a limit of steps; `certified` searches until the packs meet the bound.
+`auto` returns the packs of constant volume, or fewer packs if a search with a limit of steps finds
+them.
 
-`auto` returns the packs of constant volume, or fewer if a bounded search finds them.
-
-`certified` searches until its packs meet the lower bound, or a limit of steps in proportion to the
-gap. It dives: it solves the linear relaxation over patterns, and fixes the bins of the most used
-patterns. A short search packs the remaining samples, and the program is solved again for them. If a
-gap to the bound remains, packs in the order of the data and in a random order are tried too. So
-`certified` never needs more packs than another algorithm.
+`certified` searches until the number of packs equals the lower bound, or until a limit of steps in
+proportion to the gap. It solves the linear relaxation over patterns, and fixes the bins of the most
+used patterns. A short search packs the remaining samples, and the program is solved again for these
+samples. If a gap to the bound is left, packs in the order of the data and in a random order are
+tried too. So `certified` never needs more packs than another algorithm.
 
 All limits count steps, so the result does not depend on the speed of the machine.
 """
@@ -31,11 +30,12 @@ from packplan.core.patterns.search import CLOSE, default_effort, find_filling_qu
 
 MAX_DIVES = 40
 """
-Limit of linear programs after the relaxation. Each program has fewer samples than the one before.
+Maximum number of linear programs after the relaxation. Each program has fewer samples than the
+previous one.
 """
 
 _MIN_SHARE_OF_A_DIVE = 0.5
-"""Least share of the remaining packs that one dive fixes."""
+"""Minimum share of the remaining bins that is fixed after each linear program."""
 
 _TINY = 1e-6
 """Tolerance of the solver around zero."""
@@ -43,10 +43,11 @@ _TINY = 1e-6
 
 def auto(tally: LengthCounts, *, capacity: int) -> PackingTrace:
     """
-    Return the packing of constant volume if it is good enough, else the packing of a bounded
-    search.
+    Return the packing of constant volume if it is good enough, else the packing of a search with
+    limited steps.
 
-    The first is good enough if it is close to the bound and no quick algorithm needs fewer packs.
+    Constant volume is good enough if it is close to the lower bound and no quick algorithm needs
+    fewer packs.
     """
     terms, width = to_lowest_terms(tally, capacity=capacity)
     best = constant_volume(tally, capacity=capacity)
@@ -61,12 +62,13 @@ def auto(tally: LengthCounts, *, capacity: int) -> PackingTrace:
 
 def certified(lengths: IntArray, *, capacity: int, seed: int, report: Callable[[str], None]) -> Packs:
     """
-    Search for the fewest packs, until they meet the bound or a limit of iterations.
+    Search for the fewest packs, until their number equals the lower bound or a limit of steps is
+    reached.
 
     Args:
-        lengths: Tokens, each from 1 to *capacity*.
-        capacity: Tokens a pack may hold.
-        seed: Seed of `first_fit_shuffle`, which is tried last.
+        lengths: Tokens of each sample, each from 1 to *capacity*.
+        capacity: Maximum number of tokens in a pack.
+        seed: Seed of the random order, which is tried last.
         report: Called with a progress message.
     """
     tally = LengthCounts.from_lengths(lengths)
@@ -80,7 +82,9 @@ def certified(lengths: IntArray, *, capacity: int, seed: int, report: Callable[[
 
 
 def _pack_to_bound(tally: LengthCounts, *, capacity: int, report: Callable[[str], None]) -> tuple[PackingTrace, int]:
-    """Return the best packing over distinct lengths, and the lower bound of packs."""
+    """
+    Return the best packing over counts of lengths, and the lower bound on the number of packs.
+    """
     known = best_quick_packing(tally, capacity=capacity)
     tally, capacity = to_lowest_terms(tally, capacity=capacity)
     report(f"{counted(known.num_bins, 'pack')}, looking for the bound")
@@ -103,13 +107,14 @@ def _yield_fillings(
     tally: LengthCounts, *, capacity: int, patterns: list[Pattern], effort: Effort
 ) -> Iterator[Filling]:
     """
-    Yield packings, each with more bins fixed by the linear program.
+    Yield packings, in each of which the linear program has fixed more bins than in the previous
+    one.
 
     Args:
         tally: Lengths from 1 to *capacity*, counts >= 1.
-        capacity: Tokens a bin may hold.
+        capacity: Maximum number of tokens in a bin.
         patterns: Patterns of the relaxation, which include a packing of all samples.
-        effort: Limit of the programs, which end without an error.
+        effort: Limit of steps for the linear programs. No error is raised at the limit.
     """
     left = list(tally.counts)
     fixed: Filling = []
@@ -132,15 +137,15 @@ def _yield_fillings(
 
 def _fix_bins(patterns: list[Pattern], uses: FloatArray, left: list[int], *, at_least: float) -> Filling:
     """
-    Fix the bins of the most used patterns: all whole uses, and *at_least* bins in all. Return
-    them, and subtract their samples from *left*.
+    Fix the bins of the most used patterns: all whole uses, and in total at least *at_least* bins.
+    Return these bins, and subtract their samples from *left*.
     """
     fixed: Filling = []
     for place in np.argsort(-uses, kind="stable").tolist():
         pattern, used = patterns[place], float(uses[place])
         if used < 1 - _TINY and fixed and (num_packs(fixed) >= at_least or used < _TINY):
             break
-        # The program lets a sample take the place of a longer one, so not every bin can be filled.
+        # In the program, a sample may replace a longer one, so not every bin can be filled.
         num = min(max(int(used + _TINY), 1), *(left[index] // per_bin for index, per_bin in pattern.items()))
         fixed.append((pattern, num))
         for index, per_bin in pattern.items():

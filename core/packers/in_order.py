@@ -1,7 +1,7 @@
 """
-Packers that take samples one by one, in the order of the data or in a random one.
+Packers that place samples one by one, in the order of the data or in a random order.
 
-The literature calls the packing in the order of the data next fit.
+The literature calls the packing in the order of the data "next fit".
 """
 
 import numpy as np
@@ -13,11 +13,11 @@ from packplan.core.shuffling import seeded_permutation
 
 def concatenative(lengths: IntArray, *, capacity: int) -> Packs:
     """
-    Return packs of consecutive samples; a sample that does not fit starts a new pack.
+    Return packs of consecutive samples. A sample that does not fit starts a new pack.
 
     Args:
-        lengths: Tokens, each from 1 to *capacity*; at least one.
-        capacity: Tokens a pack may hold.
+        lengths: Tokens of each sample, each from 1 to *capacity*; at least one sample.
+        capacity: Maximum number of tokens in a pack.
     """
     offsets = [0]
     start, block = 0, BLOCK
@@ -33,8 +33,8 @@ def concatenative(lengths: IntArray, *, capacity: int) -> Packs:
         if start + inside.size == lengths.size:
             offsets.append(lengths.size)
             return Packs(np.array(offsets, dtype=np.int64), np.arange(lengths.size))
-        # The last pack may go on behind the block. It starts the next one, which grows if a single
-        # pack fills it.
+        # The last pack may continue after the block, so the next block starts with it. The block
+        # grows if a single pack fills it.
         block = block if at else 2 * block
         start += at
 
@@ -44,8 +44,8 @@ def first_fit_shuffle(lengths: IntArray, *, capacity: int, seed: int) -> Packs:
     Put each sample, in a shuffled order, into the first bin with room for it.
 
     Args:
-        lengths: Tokens, each from 1 to *capacity*.
-        capacity: Tokens a bin may hold.
+        lengths: Tokens of each sample, each from 1 to *capacity*.
+        capacity: Maximum number of tokens in a bin.
         seed: Seed of the order, >= 0.
     """
     order = seeded_permutation(lengths.size, seed=seed)
@@ -55,13 +55,13 @@ def first_fit_shuffle(lengths: IntArray, *, capacity: int, seed: int) -> Packs:
 
 
 def _first_fit(lengths: list[int], capacity: int) -> list[int]:
-    """Return the bin of each length. A tree over the bins holds the most room below each node."""
+    """Return the bin of each length. A tree over the bins stores the most room below each node."""
     leaves = 1
     room = [0, capacity]
     bins = []
     for length in lengths:
         if room[1] < length:
-            # Every bin is open and none fits: double the bins, with the old ones as the left half.
+            # The sample fits in no bin: double the bins, with the existing bins as the left half.
             grown = [0] * 2 + [capacity] * (4 * leaves - 2)
             level = 1
             while level <= leaves:
