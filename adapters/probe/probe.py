@@ -380,7 +380,7 @@ def _try_strategy(copies: _SmallCopies, trial: StrategyTrial, blank: PackingVerd
     keeps = trial.keeps_rows and trial.strategy != "own"  # the model's own code finds the samples of a row
     return attrs.evolve(
         blank, strategy=trial.strategy, split=split, keeps_rows=keeps or bool(split), measured=measured,
-        reason="packed samples do not influence each other, and give the results of each alone",
+        reason="packed samples do not influence each other, and have the same results as alone",
         not_exercised=not_exercised,
     )  # fmt: skip
 

@@ -104,7 +104,7 @@ class PackedBatch:
                 raise _refusal(f"has a sample that begins at token {token:,} of row {row} by {by}, but not by {other}")
         lengths = torch.bincount(begins.flatten().cumsum(0)[filled.flatten()] - 1).tolist()
         if len(lengths) < 2:
-            raise _refusal("has only one sample, so there is nothing to compare: pass a row of several")
+            raise _refusal("has only one sample, so there is nothing to compare: pass a row of several samples")
         places = [
             (row, slice(token, token + length))
             for (row, token), length in zip(begins.nonzero().tolist(), lengths, strict=True)
@@ -155,7 +155,7 @@ class PackedBatch:
         if alone is None:
             return [Sample(self._cut_out_sample(number), own) for number, own in enumerate(targets)]
         if len(alone) != len(self.places):
-            raise _refusal(f"has {len(self.places)} samples, but alone has {len(alone)}: pass one batch for each")
+            raise _refusal(f"has {len(self.places)} samples, but alone has {len(alone)}: pass a batch for each")
         for number, (batch, place) in enumerate(zip(alone, self.places, strict=True)):
             own = batch.get("input_ids")
             if ids is not None and own is not None and ids[place].tolist() != own.flatten().tolist():

@@ -113,7 +113,7 @@ def assert_equal_to_alone(
             raise _difference_error(f"{fact} (allowed: {limit:.0e})", sample=number)
     if not apart.gradients <= limit:
         fact = f"gradients differ from those of the samples alone by {apart.gradients:.2g} (allowed: {limit:.0e}), "
-        fact += f"most of all that of {apart.weight}"
+        fact += f"most of all the gradient of {apart.weight}"
         raise _difference_error(fact, weight=apart.weight)
     return apart
 

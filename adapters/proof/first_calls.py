@@ -73,7 +73,7 @@ _POLL_S = 0.01
 _HOOKLESS = "without hooks"
 """Word by which a rank announces that its hooks are removed."""
 
-NOT_PACKED = "it is given no attention_mask of shape (rows, positions)"
+NOT_PACKED = "the text stack gets no attention_mask of shape (rows, positions)"
 """Reason why a text stack that could be packed is not."""
 
 
@@ -264,7 +264,7 @@ class FirstCalls:
             with suppress(Exception):
                 others = {one: value for one, value in given.items() if one != name}
                 if find_difference(hooks, module, others, tokens, native=self._native) is None:
-                    return f"; without {name} it agrees: leave {name} out"
+                    return f"; without {name} the call agrees: leave {name} out"
         return ""
 
     def remove(self) -> None:

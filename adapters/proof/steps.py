@@ -139,7 +139,7 @@ def assert_step_loss(trainer: Any, *, model: torch.nn.Module | None = None, limi
     ranks = gather_from_ranks("; ".join(facts))
     for difference in filter(None, ranks):  # a rank may differ alone
         numbers = f"{counted(len(ranks), 'rank')} of {counted(len(batches), 'batch')} each"
-        raise MismatchError("unlike_step", f"{difference}; {numbers} took the step", attrs.asdict(found))
+        raise MismatchError("unlike_step", f"{difference}; the step had {numbers}", attrs.asdict(found))
     return found
 
 

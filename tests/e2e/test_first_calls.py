@@ -125,7 +125,7 @@ FAULTS = {
     "labels of the next row": (roll_labels, "loss"),
     "a loss by positions": (partial(scale_loss, term=lambda loss, one: loss * 40 / one[..., 0].numel()), "loss"),
     "a loss of all positions": (partial(scale_loss, term=lambda loss, one: loss + one.square().mean()), "loss"),
-    "an input of each row": (take_one_row, "without speaker it agrees: leave speaker out"),
+    "an input of each row": (take_one_row, "without speaker the call agrees: leave speaker out"),
     "results of the next token": (after("model", lambda one: one.roll(1, 1)), "pass between"),
     "a head that mixes columns": (before("lm_head", lambda args, _: ((args[0] + args[0].roll(1, 1),), {})), "between"),
     "a token in seven is dropped": (after("model.layers.0", lambda one: one * (columns(one) % 7 != 3)), "state"),

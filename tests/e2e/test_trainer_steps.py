@@ -141,7 +141,7 @@ def on_rank(out):
     dist.destroy_process_group()
 
 
-TOOK = r"; 2 ranks of 2 batches each took the step$"
+TOOK = r"; the step had 2 ranks of 2 batches each$"
 
 OTHER = rf"^MismatchError: .*the gradients are .*{TOOK}"
 
