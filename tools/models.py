@@ -30,21 +30,21 @@ log = logging.getLogger("packplan.app.tools")
 
 HEADING = "## Vision-language models"
 
-ABOUT = """Before a run measures lengths, it tests (probes) its own
-model. So a family that is not listed may still pack: ask with `packplan probe MODEL`."""
+ABOUT = """Before a run measures lengths, it probes its own model. So a model whose family is not listed may
+still pass: test it with `packplan probe MODEL`."""
 
 MEASURED = """The tables are for a small model of each family that transformers knows, in its default configuration:
 {passing} of {all} pass. `python -m tools.models families docs/models.md` wrote this page on {date}, with
-{versions}. Images are probed too; sound and videos are not."""
+{versions}. The probe covers text and images, but not sound and videos."""
 
 TERMS = (
-    """- **Isolation** is the largest gradient of a sample's logits with respect to another sample, over the
-largest with respect to itself. It has to be 0.""",
+    """- **Isolation** is the largest gradient of a sample's logits with respect to another sample, divided by
+the largest gradient with respect to the sample itself. It has to be 0.""",
     f"""- **Equality** is the largest relative difference of logits, losses and gradients from those of the same sample
 alone. It may be at most {EQUALITY_LIMITS["float32"]:.0e}.""",
 )
 
-STARS = "A star after a name means that some of its layers run sample by sample."
+STARS = "A star after a family's name means that some of its layers run sample by sample."
 
 STRATEGIES = {
     "flash": "flash attention with sample boundaries",
@@ -53,10 +53,10 @@ STRATEGIES = {
 }
 """Strategies in the order of trials -> description."""
 
-DIFFERENT = "These families leak between samples, or differ from samples alone:"
+DIFFERENT = "In these families, packed samples affect each other, or differ from the samples alone:"
 
-UNPROVEN = """Nothing is proven for these, so they may not pack; `python -m tools.models families --names NAME`
-prints the whole reason:"""
+UNPROVEN = """The probe could not test these families, so Packplan does not pack them. `python -m tools.models
+families --names NAME` prints the whole reason:"""
 
 UNPROVEN_REASONS = {
     "its default configuration is refused": "its default configuration is refused",
@@ -70,18 +70,19 @@ UNPROVEN_REASONS = {
 
 UNPADDED_HEADING = "## Without padding"
 
-ABOUT_UNPADDED = """The table names the padding that `packplan.hf.unpad` leaves out. Batches in which a layer
-would carry its state through padding are computed with it. BERT, XLM-RoBERTa and ModernBERT compute no padding
-(`tests/e2e/test_unpad.py`). `python -m tools.models unpadded docs/models.md` wrote this section on {date}, with
-{versions}."""
+ABOUT_UNPADDED = """The table shows which padding `packplan.hf.unpad` leaves out. A batch in which a layer would
+carry its state through padding is computed with this padding. For BERT, XLM-RoBERTa and ModernBERT, all padding
+is left out (`tests/e2e/test_unpad.py`). `python -m tools.models unpadded docs/models.md` wrote this section
+on {date}, with {versions}."""
 
-ABOUT_VISION = """Tiny models with random weights, each with its processor and ms-swift's template. For images of 45
-sizes, all lengths, also from image headers, equal those of full encodes. Samples with 0, 1 and 3 images train the same
-packed and alone. `python -m tools.models vision docs/models.md` wrote this section on {date}, with {versions}."""
+ABOUT_VISION = """The table lists tests of tiny models with random weights, each with its processor and
+ms-swift's template. For images of 45 sizes, all lengths, also those from image headers, equal those of full
+encoding. Samples with 0, 1 and 3 images have the same losses and gradients packed and alone. `python -m tools.models
+vision docs/models.md` wrote this section on {date}, with {versions}."""
 
-ABOUT_OTHERS = """ms-swift declares {declared} templates that collate packed samples; these {number} have no tiny model
-here. Models with code of their own are probed under `model.trust_remote_code: true`. InternVL's chat form is refused;
-its hf form, `internvl_hf`, packs."""
+ABOUT_OTHERS = """ms-swift declares {declared} templates that support packing. For these {number}, no tiny model
+was tested. A model with its own code is probed if `model.trust_remote_code` is true. The chat format of
+InternVL is refused; its hf format, `internvl_hf`, can be packed."""
 
 VISION_HEAD = ("model", "template", "lengths", "equality")
 
