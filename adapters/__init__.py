@@ -1,4 +1,4 @@
-"""Code that uses libraries, files and processes; each module or folder has one subject."""
+"""Code that uses libraries, files and processes; each module or folder has a single subject."""
 
 if __name__ == "adapters":  # imported by its own name, from a checkout
     from packplan.checkout import alias_installed_modules

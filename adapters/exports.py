@@ -1,11 +1,11 @@
 """
-Packs of a plan as files of other tools: plain Parquet, Megatron-Bridge, LLaMA-Factory.
+Writes the packs of a plan for other tools: plain Parquet, Megatron-Bridge, LLaMA-Factory.
 
-Rows of ms-swift are written with their lengths.
+For ms-swift, rows are written with their lengths.
 
-An export of packs is of text only. It has all samples of each pack, in the order of the plan or of
-an epoch, and the plan's checksum. It is published complete or not at all, and only a few packs are
-in memory at a time.
+Only text can be exported. A file has all samples of each pack, in the order of the plan or of an
+epoch, and the plan's checksum. It is published complete or not at all, and only a few packs are in
+memory at a time.
 """
 
 import json
@@ -31,15 +31,15 @@ from packplan.core.lengths import IntArray
 from packplan.core.surface import Plan
 
 BATCH_TOKENS = 2**22
-"""Tokens after which a batch is written: a row group of Parquet, or a batch of Arrow."""
+"""Number of tokens in a Parquet row group or an Arrow batch, after which it is written."""
 
 _MEDIA = re.compile(r"(?:^|_)(?:image|video|audio|pixel)s?(?:_|$)")
-"""Names of columns that belong to images, videos or sounds; tensors of other names count too."""
+"""Pattern of column names for images, videos or sound; tensors under other names are media too."""
 
 _BY_TOKEN = ("input_ids", "labels", "position_ids")
 
 _INFO = Path("train", "dataset_info.json")
-"""File of a `datasets` folder whose description holds the plan's checksum."""
+"""File of a `datasets` folder that has the plan's checksum in its description."""
 
 _MULTIPLE = 8
 """LLaMA-Factory's collators pad rows to a multiple of this many tokens."""
@@ -47,27 +47,27 @@ _MULTIPLE = 8
 _DATA = "data-00000-of-00001.arrow"
 
 EVAL = "val"
-"""Folder of the evaluation rows, within the folder of the training rows."""
+"""Name of the folder with the evaluation rows, inside the folder with the training rows."""
 
 Order = Sequence[int] | IntArray | None
-"""Pack indices in the order of the file; None for the order of the plan."""
+"""Pack indices in the order in which packs are written; None for the order of the plan."""
 
 Row = Mapping[str, Any]
-"""Column -> value, of one row of a file."""
+"""Values of one row of a file, by column."""
 
 
 def export_parquet(rows: Any, plan: Plan, path: str | Path, *, order: Order = None) -> None:
     """
     Write packs to a Parquet file, one row for each pack.
 
-    Columns: `pack` (index), `samples` and `lengths` (a value for each sample), `input_ids`,
+    The columns are `pack` (index), `samples` and `lengths` (a value for each sample), `input_ids`,
     `labels` and `position_ids` (a value for each token). Labels are not shifted: the label of a
     token is the token itself, or -100. The first token of each sample is not supervised.
 
     Args:
-        rows: Tokenized rows by index, with `input_ids` and perhaps `labels` or masks.
-        plan: Plan of the lengths of these rows.
-        path: File to write; it must not exist.
+        rows: Tokenized rows by index, with `input_ids` and optionally `labels` or masks.
+        plan: Plan made from the lengths of these rows.
+        path: File to write, which must not exist yet.
         order: Pack indices, such as `schedule.order(0)`; None for the order of the plan.
 
     Raises:
@@ -84,20 +84,22 @@ def export_megatron_bridge(rows: Any, plan: Plan, path: str | Path, *, order: Or
     """
     Write packs to the Parquet file that Megatron-Bridge reads as packed sequences.
 
-    Columns: `input_ids` (whole samples), `seq_start_id` (start of each sample), `loss_mask` (int8,
-    as long as `input_ids`). The reader trains token k to predict token k + 1 of its sample, so
-    the mask is shifted: it is 1 where the next token is supervised, and 0 where a sample ends.
-    A sample of n tokens therefore takes n - 1 places of the tool's sequence.
+    The columns are `input_ids` (whole samples), `seq_start_id` (start of each sample) and
+    `loss_mask` (int8, as long as `input_ids`). Megatron-Bridge trains token k to predict token
+    k + 1 of the same sample, so the mask is shifted: it is 1 where the next token is supervised,
+    and 0 where a sample ends. So a sample of n tokens takes n - 1 positions of a sequence in
+    Megatron-Bridge.
 
     Args:
-        rows: Tokenized rows by index, with `input_ids` and perhaps `labels` or masks.
-        plan: Plan of the lengths of these rows.
-        path: File to write, named `*.idx.parquet` for every version; it must not exist.
-        order: Pack indices, such as `schedule.order(0)`; None for the order of the plan. The tool
-            may shuffle them.
+        rows: Tokenized rows by index, with `input_ids` and optionally `labels` or masks.
+        plan: Plan made from the lengths of these rows.
+        path: File to write, which must not exist yet. All versions of Megatron-Bridge read files
+            named `*.idx.parquet`.
+        order: Pack indices, such as `schedule.order(0)`; None for the order of the plan.
+            Megatron-Bridge may shuffle the packs.
 
     Raises:
-        ArgumentError: See `export_parquet`; or a label differs from the token at its position.
+        ArgumentError: As in `export_parquet`, or a label differs from the token at its position.
         StaleError: A row is not as long as planned.
         OutputError: The file cannot be written.
     """
@@ -112,20 +114,24 @@ def export_llama_factory(
     """
     Write packs to a folder that LLaMA-Factory loads as its `tokenized_path`.
 
-    `datasets.load_from_disk` reads it as a `DatasetDict` with `train`, one row a pack. The columns
-    are `input_ids`, `attention_mask`, `position_ids` and `labels`. Its collators rely on these
-    rules: the mask numbers the samples of a row from 1, and is 0 over padding. Each row ends in
-    padding, since a mask without a 0 may be dropped. A row has the packing length plus one, rounded
-    up to a multiple of 8, so that no collator lengthens it past its positions. The row of a longer
-    sample, which is a pack by itself, has the sample's length plus one, rounded up in the same way.
+    `datasets.load_from_disk` reads the folder as a `DatasetDict` with the split `train`, in which
+    each row is a pack. The columns are `input_ids`, `attention_mask`, `position_ids` and `labels`.
+    LLaMA-Factory's collators rely on these rules:
+
+    - The mask numbers the samples of a row from 1, and is 0 at padding.
+    - Each row ends in padding, since a mask without a 0 may be dropped.
+    - A row has the packing length plus one, rounded up to a multiple of 8, so that no collator
+      makes it longer than its position ids.
+    - The row of a long sample has the sample's length plus one, rounded up in the same way.
+
     Train with `neat_packing: true`, and with `disable_shuffling: true` to keep the order.
 
     Args:
-        rows: Tokenized rows by index, with `input_ids` and perhaps `labels` or masks.
-        plan: Plan of the lengths of these rows.
-        folder: Folder to make; it must not exist.
+        rows: Tokenized rows by index, with `input_ids` and optionally `labels` or masks.
+        plan: Plan made from the lengths of these rows.
+        folder: Folder to create, which must not exist yet.
         order: Pack indices, such as `schedule.order(0)`; None for the order of the plan.
-        pad_token_id: Token of the padding, which is neither supervised nor attended to.
+        pad_token_id: Padding token, which is neither supervised nor attended to.
 
     Raises:
         ArgumentError: Rows or *order* do not fit the plan, a row has media, or *folder* exists.
@@ -142,7 +148,8 @@ def export_llama_factory(
         room = {name: (0, width - len(values[name])) for name in padding}
         return {name: np.pad(values[name], room[name], constant_values=pad) for name, pad in padding.items()}
 
-    # As `datasets` stores a data set without transformations; it makes a fingerprint for each file.
+    # The form in which `datasets` stores a data set without transformations. `datasets` computes a
+    # fingerprint when it loads the files.
     state: dict[str, Any] = {"_data_files": [{"filename": _DATA}], "_split": "train", "_output_all_columns": False}
     state |= {"_fingerprint": None, "_format_columns": None, "_format_kwargs": {}, "_format_type": None}
     with publish_folder(Path(folder)) as unfinished:
@@ -158,14 +165,14 @@ def export_llama_factory(
 
 def export_cached_rows(splits: Mapping[str, tuple[Any, Sequence[Sequence[int]]]], folder: Path) -> None:
     """
-    Write rows of ms-swift with their lengths to a folder for its `--cached_dataset`.
+    Write rows of ms-swift with their lengths to a folder for ms-swift's `--cached_dataset`.
 
-    Rows of evaluation go to the folder `EVAL` in it.
+    Evaluation rows are written to the folder `EVAL` inside *folder*.
 
     Args:
-        splits: Name of each split, `train` or another -> its rows, a `datasets.Dataset`, and for
-            each row the lengths of its sequences.
-        folder: Folder to make; it must not exist.
+        splits: Splits by name, `train` or another. Each is a pair of its rows, a
+            `datasets.Dataset`, and the lengths of the sequences in each row.
+        folder: Folder to create, which must not exist yet.
 
     Raises:
         OutputError: The folder cannot be written.
@@ -177,18 +184,18 @@ def export_cached_rows(splits: Mapping[str, tuple[Any, Sequence[Sequence[int]]]]
 
 def _read_packs(rows: Any, plan: Plan, order: Order, target: Path) -> Iterator[Row]:
     """
-    Yield packs as rows of columns: samples, lengths, tokens, labels and positions.
+    Yield each pack as a row with its index, samples, lengths, tokens, labels and position ids.
 
     Raises:
-        ArgumentError: The order does not fit the plan, *target* exists, a row is no sample or has
-            media, or no row has a supervised token.
+        ArgumentError: The order does not fit the plan, *target* exists, a row is not a sample or
+            has media, or no row has a supervised token.
         StaleError: A row is not as long as planned.
     """
     packs = RowsOfPacks(rows, plan)
     numbers = np.arange(len(plan.packs)) if order is None else np.asarray(order)
     whole = numbers.ndim == 1 and numbers.size > 0 and numbers.dtype.kind in "iu"
     if not whole or numbers.min() < 0 or numbers.max() >= len(plan.packs):
-        fact = f"order has to list pack indices from 0 to {len(plan.packs) - 1:,}, at least one"
+        fact = f"order has to list at least one pack index, each from 0 to {len(plan.packs) - 1:,}"
         raise ArgumentError("host", fact, {"num_packs": len(plan.packs)})
     if target.exists() or target.is_symlink():
         fact = f"{target} exists already: give another path, or remove it"
@@ -209,7 +216,7 @@ def _read_packs(rows: Any, plan: Plan, order: Order, target: Path) -> Iterator[R
 
 
 def _plan_metadata(plan: Plan) -> dict[str, Any]:
-    """Return the plan's checksum and packing length, as exported files store them."""
+    """Return the plan's checksum and packing length, with the keys that exported files use."""
     return {"packplan_checksum": plan.checksum, "packplan_packing_length": plan.raw.packing_length}
 
 
@@ -218,7 +225,7 @@ def _make_schema(plan: Plan, types: Mapping[str, Any]) -> Any:
 
 
 def _arrow_tables(packs: Iterable[Row], schema: Any) -> Iterator[Any]:
-    """Yield Arrow tables of packs, each of about `BATCH_TOKENS` tokens."""
+    """Yield the packs in Arrow tables of about `BATCH_TOKENS` tokens each."""
     batch: list[Row] = []
     num_tokens = 0
     for row in packs:
@@ -238,10 +245,10 @@ def _write_parquet(packs: Iterable[Row], schema: Any, target: Path) -> None:
 
 
 def _to_bridge_row(row: Row) -> Row:
-    """Return a pack as a row of Megatron-Bridge; ArgumentError if a label is not its own token."""
+    """Convert a pack to a row for Megatron-Bridge; ArgumentError if a label is not its token."""
     supervised, lengths = row["labels"] != IGNORED_LABEL, row["lengths"]
     if np.any(row["labels"][supervised] != row["input_ids"][supervised]):
-        reason = "has labels that differ from its tokens, which this format cannot hold: use another one"
+        reason = "has labels that differ from its tokens, which this format cannot store: use another format"
         raise ArgumentError("host", f"pack {row['pack']:,} {reason}", {"pack": row["pack"]})
     starts = (np.cumsum(lengths) - lengths).astype(np.int32)
     mask = np.append(supervised[1:], False).astype(np.int8)
@@ -255,13 +262,13 @@ def _has_value(value: Any) -> bool:
 
 def _refuse_media(whose: str, columns: Any) -> None:
     if columns:
-        fact = f"{whose} has {', '.join(sorted(columns))}, but this format holds text only: export rows without it"
+        fact = f"{whose} has {', '.join(sorted(columns))}, but this format stores text only: export rows without media"
         raise ArgumentError("host", fact, {"columns": sorted(columns)})
 
 
 @contextmanager
 def publish_folder(folder: Path) -> Iterator[Path]:
-    """Yield a temporary folder that is renamed to *folder* at the end; an error removes it."""
+    """Yield a temporary folder, which is renamed to *folder* at the end or removed on an error."""
     with wrap_write_errors(folder):
         unfinished = Path(tempfile.mkdtemp(prefix=f".{folder.name}.", suffix=".tmp", dir=folder.parent))
         try:

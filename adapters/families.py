@@ -1,12 +1,17 @@
 """
 Facts about single model families, in `families.json`; all other facts are read from the model.
 
-`swift`: architecture -> default model type and template of ms-swift, where its registry lists
-several. `embeds`: templates of ms-swift whose own image embedding fails with this transformers,
-while the model embeds images itself. `unshown`: templates that declare packing, but whose models
-were never shown to keep packed samples apart. `unpacked`: model types that do not pack, by
-docs/models.md. `complete`: model type -> keys that transformers' default configuration lacks, to
-build a model with all its kinds of layers.
+The file has these keys:
+
+- `swift`: default model type and template of architectures for which ms-swift's registry has
+  several
+- `embeds`: templates of ms-swift whose image embedding fails with this transformers, so that the
+  model embeds images
+- `unshown`: templates that declare packing, but whose models have not been shown to keep packed
+  samples apart
+- `unpacked`: model types that do not pack, according to docs/models.md
+- `complete`: for some model types, keys to add to transformers' default configuration, so that a
+  model is built with all its kinds of layers
 """
 
 import json
@@ -15,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 _AUDIO = frozenset({"audio_tower", "talker", "token2wav"})
-"""Modules of an Omni model that only process or make audio, by name."""
+"""Names of the modules of an Omni model that only process or generate audio."""
 
 
 @cache
@@ -24,7 +29,7 @@ def _read_families() -> dict[str, Any]:
 
 
 def default_swift_types(architecture: str) -> tuple[str, str] | None:
-    """Return ms-swift's default model type and template if it has several; None otherwise."""
+    """Return the default model type and template of an architecture; None if it needs none."""
     found = _read_families()["swift"].get(architecture)
     return None if found is None else (found[0], found[1])
 
@@ -35,13 +40,13 @@ def leaves_images_to_model(template: str) -> bool:
 
 
 def may_probe_template(template: str) -> bool:
-    """Return whether models of a template may be probed; false if they were never shown to pack."""
+    """Return whether models of a template may be probed, which is false for `unshown` templates."""
     return template not in _read_families()["unshown"]
 
 
 def trained_part(model: Any) -> Any:
     """
-    Return the module of a model that is trained: the thinker of an Omni model, else the model.
+    Return the module that is trained: the thinker of an Omni model, or else the whole model.
 
     The model may be wrapped by PEFT.
     """
@@ -50,16 +55,16 @@ def trained_part(model: Any) -> Any:
 
 def trained_config(config: Any) -> Any:
     """
-    Return the configuration of the module that `trained_part` returns, from that of the model.
+    Return the part of a model's configuration that describes the module of `trained_part`.
     """
     return getattr(config, "thinker_config", None) or config
 
 
 def is_audio_weight(name: str) -> bool:
-    """Return whether a weight of an Omni model serves only audio, by its name."""
+    """Return whether the weight *name* of an Omni model is used only for audio."""
     return not _AUDIO.isdisjoint(name.split("."))
 
 
 def missing_default_keys(model_type: str) -> dict[str, Any]:
-    """Return the keys, with values, that the default configuration of *model_type* lacks."""
+    """Return keys and values to add to transformers' default configuration of *model_type*."""
     return dict(_read_families()["complete"].get(model_type, {}))

@@ -1,7 +1,7 @@
 """
-Files that are complete or absent, locks for their writers, and manifests.
+Writes files that are either complete or absent, with locks for their writers, and manifests.
 
-A manifest has digests of itself and of its files.
+A manifest has a digest of its own content, and digests of the files that it lists.
 """
 
 import errno
@@ -31,29 +31,29 @@ _DIGEST = "manifest_sha256"
 
 _REFUSED = re.compile(r"\(os error \d+\)|PytorchStreamWriter|inline_container")
 """
-Texts of write errors that are not an OSError: errors of Rust libraries, and of torch's zip writer.
+Texts of write errors that are not an OSError, from Rust libraries and torch's ZIP writer.
 """
 
 _NO_MEMORY = re.compile(r"out of memory|can(?:'t|not) allocate memory", re.IGNORECASE)
 """Texts of out-of-memory errors of the operating system, torch and CUDA."""
 
 _UNPUBLISHED = ".tmp"
-"""Suffix of files that are not published yet."""
+"""Suffix of temporary files, which are renamed when they are complete."""
 
 POLL_S = 0.5
 """Seconds between two attempts to take a lock."""
 
 
 MOST_BYTES = 2**22
-"""Most bytes of a YAML, or of a file of settings."""
+"""Largest size in bytes of a YAML or of another file of settings."""
 
 
 _DEEPEST, _MOST_VALUES = 64, 10**6
 
-_TOO_DEEP = f"is nested more than {_DEEPEST} deep, or has more than {_MOST_VALUES:,} values: write fewer"
+_TOO_DEEP = f"is nested more than {_DEEPEST} deep, or has more than {_MOST_VALUES:,} values: shorten it"
 
 _MAX_REASON = 250
-"""Characters of a library's reason that an error quotes."""
+"""Largest number of characters of a library's message that an error quotes."""
 
 
 def read_text(path: Path, *, most: int = MOST_BYTES) -> str:
@@ -62,10 +62,10 @@ def read_text(path: Path, *, most: int = MOST_BYTES) -> str:
 
     Args:
         path: Regular file of UTF-8 text.
-        most: Most bytes that the file may have.
+        most: Largest size of the file in bytes.
 
     Raises:
-        ValueError: The file cannot be read, is too large, or is no regular file of UTF-8.
+        ValueError: The file cannot be read, is too large, or is not a regular file of UTF-8 text.
     """
     try:
         if not stat.S_ISREG(path.stat().st_mode):
@@ -88,7 +88,7 @@ def parse_json(text: str) -> Any:
 
 
 def require_shallow(value: T) -> T:
-    """Return a value of lists and mappings; ValueError if it is nested too deeply or too large."""
+    """Return *value* unchanged; ValueError if its lists and dicts are too deep or too many."""
     left: list[tuple[Any, int]] = [(value, 0)]
     number = 0
     while left:
@@ -116,7 +116,7 @@ def wrap_write_errors(path: Path) -> Iterator[None]:
 
 
 def make_folder(folder: Path) -> None:
-    """Make a folder and its parents, unless it exists; OutputError if it cannot be made."""
+    """Create a folder and its parents, unless it exists; OutputError if that fails."""
     with wrap_write_errors(folder):
         folder.mkdir(parents=True, exist_ok=True)
 
@@ -142,9 +142,9 @@ def wrap_load_errors(key: str, fact: str, remedy: str = "") -> Iterator[None]:
     Turn exceptions in this context into ConfigErrors, except PackplanErrors and lack of memory.
 
     Args:
-        key: Configuration key of the weights, states or settings that a library loads here.
-        fact: First part of the message; the library's reason follows.
-        remedy: Advice after the reason.
+        key: Configuration key that names what the library loads in this context.
+        fact: First part of the message; the library's own message follows.
+        remedy: Advice at the end of the message.
     """
     try:
         yield
@@ -164,11 +164,11 @@ def _lacks_memory(error: Exception) -> bool:
 @contextmanager
 def hold_lock(path: Path, purpose: str, *, wait: Callable[[], str] = str) -> Iterator[None]:
     """
-    Wait for a lock and hold it in this context; the kernel frees it if the process dies.
+    Wait for a lock and hold it in this context; the kernel releases it if the process dies.
 
     Args:
         path: Lock file.
-        purpose: End of the progress line while waiting: `to write runs/first`.
+        purpose: End of the progress line while waiting, such as `to write runs/first`.
         wait: Function that is called every `POLL_S` while another process holds the lock. It
             returns the holder's name for the progress line, or raises to stop waiting.
     """
@@ -187,7 +187,7 @@ def hold_lock(path: Path, purpose: str, *, wait: Callable[[], str] = str) -> Ite
 
 
 def write_bytes(path: Path, data: bytes | memoryview) -> None:
-    """Write *data* to *path* atomically; OutputError if it cannot be written."""
+    """Write *data* to *path* atomically; OutputError if that fails."""
     with wrap_write_errors(path), publish_file(path) as file:
         file.write(data)
 
@@ -195,10 +195,12 @@ def write_bytes(path: Path, data: bytes | memoryview) -> None:
 @contextmanager
 def publish_file(path: Path) -> Iterator[BinaryIO]:
     """
-    Yield a temporary file that is flushed and renamed to *path* at the end; an error removes it.
+    Yield a temporary file that is flushed and renamed to *path* at the end.
+
+    If an error is raised in the context, the temporary file is removed.
 
     Raises:
-        OSError: The file cannot be written, or *path* is a pipe or a device, as /dev/full.
+        OSError: The file cannot be written, or *path* is a pipe or a device such as /dev/full.
     """
     if path.exists() and not path.is_file() and not path.is_dir():
         raise OSError(errno.EINVAL, "it is a pipe or a device")
@@ -217,7 +219,7 @@ def publish_file(path: Path) -> Iterator[BinaryIO]:
 
 
 def append_bytes(path: Path, data: bytes | memoryview) -> None:
-    """Append *data* to a file and flush it; readers do not use it until a manifest counts it."""
+    """Append *data* to a file and flush it; readers ignore it until a manifest counts it."""
     with wrap_write_errors(path), path.open("ab") as file:
         file.write(data)
         file.flush()
@@ -225,7 +227,7 @@ def append_bytes(path: Path, data: bytes | memoryview) -> None:
 
 
 def sync_folder(folder: Path) -> None:
-    """Flush a folder's entries to disk, so that renames in it survive a crash."""
+    """Flush a folder's entries to disk, so that renames in the folder survive a crash."""
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -234,21 +236,21 @@ def sync_folder(folder: Path) -> None:
 
 
 def remove_unpublished(folder: Path) -> None:
-    """Remove the temporary files of a killed writer; the caller holds the folder's lock."""
+    """Remove temporary files of a killed writer; the caller has to hold the folder's lock."""
     for left in folder.glob(f".*{_UNPUBLISHED}"):
         left.unlink()
 
 
 def write_manifest(path: Path, content: Mapping[str, Any]) -> None:
-    """Write *content* to *path* atomically, as readable JSON with its own digest."""
+    """Write *content* to *path* atomically, as indented JSON with a digest of the content."""
     write_bytes(path, _manifest_bytes(content))
 
 
 def read_manifest(path: Path, schema: str) -> dict[str, Any] | None:
     """
-    Return the content of a manifest; None if there is none.
+    Return the content of a manifest; None if the file does not exist.
 
-    CorruptArtefactError if it is damaged or of another schema.
+    CorruptArtefactError is raised if the manifest is damaged or has another schema.
     """
     try:
         text = path.read_bytes()
@@ -258,7 +260,7 @@ def read_manifest(path: Path, schema: str) -> dict[str, Any] | None:
         return None
     except (ValueError, KeyError, TypeError, AttributeError):
         raise CorruptArtefactError(str(path), "it is not a manifest of Packplan") from None
-    # Different bytes may parse to the same content, but only one form was written.
+    # Different bytes may parse to the same content, but only one form is ever written.
     if found != json_digest(content) or text != _manifest_bytes(content):
         raise CorruptArtefactError(str(path), "its content does not match its own digest")
     if content.get("schema") != schema:
@@ -272,7 +274,7 @@ def _manifest_bytes(content: Mapping[str, Any]) -> bytes:
 
 
 def write_array(path: Path, array: NDArray[Any]) -> dict[str, Any]:
-    """Write *array* atomically as flat little-endian bytes; return its entry for a manifest."""
+    """Write *array* atomically as flat little-endian bytes; return the entry for a manifest."""
     flat = np.ascontiguousarray(array, dtype=array.dtype.newbyteorder("<"))
     data = flat.reshape(-1).view(np.uint8).data
     write_bytes(path, data)
@@ -281,7 +283,7 @@ def write_array(path: Path, array: NDArray[Any]) -> dict[str, Any]:
 
 def read_array(folder: Path, entry: Mapping[str, Any]) -> NDArray[Any]:
     """
-    Return the memory-mapped array of a manifest's entry; CorruptArtefactError if it has changed.
+    Memory-map the array of a manifest's entry and return it; CorruptArtefactError if it changed.
     """
     path = folder / Path(entry["file"]).name
     array, digest = map_array(path, np.dtype(entry["dtype"]), int(entry["size"]), is_whole=True)
@@ -292,16 +294,16 @@ def read_array(folder: Path, entry: Mapping[str, Any]) -> NDArray[Any]:
 
 def map_array(path: Path, dtype: np.dtype[Any], size: int, *, is_whole: bool = False) -> tuple[NDArray[Any], Any]:
     """
-    Return the first *size* elements of a file, memory-mapped, and the running SHA-256 of them.
+    Memory-map the first *size* elements of a file; return them, and a SHA-256 object fed with them.
 
     Args:
         path: Binary file.
         dtype: Type of an element.
         size: Number of elements to read.
-        is_whole: Whether the file may have no further elements.
+        is_whole: Whether the file has to end after these elements.
 
     Raises:
-        CorruptArtefactError: The file is missing or too short, or too long with *is_whole*.
+        CorruptArtefactError: The file is missing or too short, or longer although *is_whole*.
     """
     if not path.is_file():
         raise CorruptArtefactError(str(path), "it is missing")
@@ -314,10 +316,10 @@ def map_array(path: Path, dtype: np.dtype[Any], size: int, *, is_whole: bool = F
 
 def broken_lines(names: Iterable[str]) -> Iterator[str]:
     """
-    Yield a clause for each file of JSON Lines about its first line that is not JSON.
+    Yield a message on the first line that is not JSON, for each JSON Lines file with such a line.
 
     Args:
-        names: Names of files, perhaps with a number of records, as ms-swift takes them.
+        names: File names in ms-swift's notation, such as `data.jsonl` or `data.jsonl#500`.
     """
     for path in (Path(name.partition("#")[0]) for name in names):
         if path.suffix != ".jsonl" or not path.is_file():

@@ -9,16 +9,16 @@ from packplan.core.errors import RunError
 
 
 def not_finite_error(what: str, number: float) -> RunError:
-    """Return the error for a loss, gradient or weight that is not finite."""
+    """Return the error that ends a run whose loss, gradient or weights are not finite."""
     ended = "the run ended before that step was saved, and earlier checkpoints are unchanged"
     return RunError("not_finite", f"{what} is {number}, so {ended}")
 
 
 class StopsAtNonFinite:
     """
-    Mixin of ms-swift's trainers that checks loss and gradient norm in each optimizer step.
+    Mixin for ms-swift's trainers that checks loss and gradient norm in each optimizer step.
 
-    ms-swift skips updates of nan and logs another loss, so later losses would not show the fault.
+    ms-swift skips updates with NaN and logs another loss, so later losses would not show the fault.
     """
 
     accelerator: Any
@@ -28,21 +28,21 @@ class StopsAtNonFinite:
     _step_loss: torch.Tensor | float = 0.0
 
     def training_step(self, model: Any, inputs: dict[str, Any], *arguments: Any, **options: Any) -> torch.Tensor:
-        """Train on one batch and add up its loss."""
+        """Train on one microbatch, and add its loss to the step's loss."""
         loss: torch.Tensor = super().training_step(model, inputs, *arguments, **options)  # type: ignore[misc]
         self._step_loss = self._step_loss + loss
         return loss
 
     def _get_grad_norm(self, model: Any, grad_norm: Any = None) -> Any:
         norm = super()._get_grad_norm(model, grad_norm=grad_norm)  # type: ignore[misc]  # of the trainer's class
-        # ms-swift has already waited for the device: it skips the update if the norm is nan.
+        # ms-swift has already waited for the device, since it skips the update if the norm is NaN.
         loss, self._step_loss = float(self._step_loss), 0.0
         # Overflowing gradients are normal under fp16's loss scaler, which skips the step and lowers
         # the scale. The loss is read before scaling.
         gradient = 0.0 if norm is None or self.accelerator.mixed_precision == "fp16" else float(norm)
         step = f"optimizer step {self.state.global_step + 1:,}"
         numbers = {f"the loss of {step}": loss, f"the gradient norm of {step}": gradient}
-        # The same on every rank, which all end by the same error.
+        # Summed over ranks, so that every rank ends with the same error.
         sums = self.sum_over_ranks(torch.tensor([*numbers.values()], dtype=torch.float64)).tolist()
         for what, number in zip(numbers, sums, strict=True):
             if not math.isfinite(number):

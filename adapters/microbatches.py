@@ -1,9 +1,10 @@
 """
 A batch of sequences as tensors, and its microbatches: packed rows or padded batches.
 
-Rules: every field has one entry per sequence, along the first dimension of a tensor or in a list
-(images, texts). A tensor with a value for each token is right-padded along its sequence dimension,
-which is known or declared when the batch is made. Each field has its own pad value.
+Each field is a tensor whose first dimension has an entry for each sequence, or a list (images,
+texts) with an entry for each sequence. A tensor with a value for each token is right-padded along
+its sequence dimension. That dimension is known by the field's name, or declared when the batch is
+made. Each field has its own padding value.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ from packplan.core.shard import Mode, ShardBatch, Sharding, sequence_dims
 Field = Tensor | list[Any]
 
 WEIGHTS = "weights"
-"""Field of a shard: 1 for sequences, 0 for filler; float32, shape (batch,)."""
+"""Name of a shard's field that is 1 for sequences and 0 for filler; float32, shape (batch,)."""
 
 
 @attrs.frozen(eq=False)
@@ -48,19 +49,19 @@ class BatchedData:
     fields: Mapping[str, Field]
 
     lengths: Tensor
-    """Tokens of each sequence; int64, shape (batch,)."""
+    """Number of tokens in each sequence; int64, shape (batch,)."""
 
     sequence_dims: Mapping[str, int | None]
-    """Tensor field -> dimension that runs along the sequence; None if none does."""
+    """For each tensor field, the dimension that runs along the sequence, or None."""
 
     pad_values: Mapping[str, float] = MappingProxyType({})
-    """Field -> value of its padding; 0 for other fields."""
+    """Padding value by field; 0 for fields without an entry."""
 
     input_key: str = "input_ids"
-    """Name of the field of the tokens."""
+    """Name of the field with the tokens."""
 
     input_lengths_key: str | None = None
-    """Name of the field of the lengths; None if the batch has no such field."""
+    """Name of the field with the lengths; None if the batch has no such field."""
 
     @classmethod
     def from_fields(
@@ -74,23 +75,23 @@ class BatchedData:
         input_lengths_key: str = "input_lengths",
     ) -> Self:
         """
-        Build a batch.
+        Build a batch from its fields.
 
         Args:
-            fields: Tensors of shape (batch, …), and lists of `batch` entries; the tokens are
-                (batch, width).
-            lengths: Tokens of each sequence; None takes the field `input_lengths_key`.
-            sequence_dims: Dimension that runs along the sequence by field, None if none does.
-                Needed for a field with a dimension as long as the tokens are wide, unless its name
-                is one of `core.shard.inputs.TOKEN_FIELDS`.
-            pad_values: Padding by field, such as the pad id of the tokens and -100 of labels; 0
-                for others.
-            input_key: Field of the tokens.
-            input_lengths_key: Field of the lengths, which the batch need not have.
+            fields: Tensors of shape (batch, …), and lists of `batch` entries. The tokens have the
+                shape (batch, width).
+            lengths: Number of tokens in each sequence; None takes the field `input_lengths_key`.
+            sequence_dims: For some fields, the dimension that runs along the sequence, or None. It
+                is required for a field with a dimension of size `width`, unless the field's name is
+                one of `core.shard.inputs.TOKEN_FIELDS`.
+            pad_values: Padding value by field, such as the pad id for tokens and -100 for labels;
+                0 for fields without an entry.
+            input_key: Name of the field with the tokens.
+            input_lengths_key: Name of the field with the lengths; the batch need not have it.
 
         Raises:
-            ArgumentError: A field has another number of entries, a sequence is longer than the
-                batch is wide, or tokens, lengths, dimensions or pad values are invalid.
+            ArgumentError: Fields have different numbers of entries, a sequence is longer than the
+                batch's width, or tokens, lengths, dimensions or padding values are invalid.
         """
         if lengths is None and input_lengths_key not in fields:
             message = f"a batch needs lengths: give lengths=…, or the field {input_lengths_key}"
@@ -126,7 +127,7 @@ class BatchedData:
 
     @property
     def width(self) -> int:
-        """Number of positions of each sequence in the tokens, padding included."""
+        """Number of positions for each sequence in the field of tokens, padding included."""
         return self.tensor(self.input_key).shape[1]
 
     def __len__(self) -> int:
@@ -141,23 +142,23 @@ class BatchedData:
         return name in self.fields
 
     def tensor(self, name: str) -> Tensor:
-        """Return a field; ArgumentError if it is not a tensor."""
+        """Return the field *name*, which has to be a tensor; ArgumentError if it is not."""
         field = self[name]
         if not isinstance(field, Tensor):
             raise ArgumentError("batch", f"field {name} is a list, but has to be a tensor")
         return field
 
     def pad_value(self, name: str) -> float:
-        """Return the padding value of a field, which is 0 by default."""
+        """Return the padding value of the field *name*, which is 0 by default."""
         return self.pad_values.get(name, 0)
 
     def with_fields(self, sequence_dims: Mapping[str, int | None] = MappingProxyType({}), /, **fields: Field) -> Self:
         """
-        Return the batch with fields added or replaced; see `from_fields` for errors.
+        Return the batch with fields added or replaced; errors are those of `from_fields`.
 
         Args:
-            sequence_dims: Dimensions of the new fields, as in `from_fields`.
-            **fields: Tensors and lists with one entry per sequence.
+            sequence_dims: Sequence dimensions of the new fields, as in `from_fields`.
+            **fields: Tensors and lists with one entry for each sequence.
         """
         kept = {name: dim for name, dim in self.sequence_dims.items() if name not in fields}
         return self.from_fields(
@@ -171,9 +172,9 @@ class BatchedData:
 
     def select(self, indices: Sequence[int] | Tensor) -> Self:
         """
-        Return the sequences at *indices*, in that order; an index may repeat.
+        Return a batch of the sequences at *indices*, in that order; an index may repeat.
 
-        ArgumentError if the batch has no such sequence.
+        ArgumentError is raised if an index is out of range.
         """
         message = f"sequences of this batch are selected by whole numbers from 0 to {len(self) - 1:,}"
         places = _to_int64(indices, 0, len(self), message)
@@ -185,15 +186,15 @@ class BatchedData:
         return attrs.evolve(self, fields=fields, lengths=self.lengths[places])
 
     def slice(self, start: int, stop: int) -> Self:
-        """Return sequences *start* to *stop* - 1; their tensors are views."""
+        """Return a batch of sequences *start* to *stop* - 1, whose tensors are views."""
         fields = {name: field[start:stop] for name, field in self.fields.items()}
         return attrs.evolve(self, fields=fields, lengths=self.lengths[start:stop])
 
     def truncate(self, width: int) -> Self:
         """
-        Return the batch with each sequence dimension cut or padded to *width* at its end.
+        Return the batch with each sequence dimension truncated or right-padded to *width*.
 
-        Longer sequences lose their last tokens.
+        A sequence that is longer than *width* loses its last tokens.
         """
         as_whole_number("width", width)
         lengths = self.lengths.clamp(max=width)
@@ -208,15 +209,15 @@ class BatchedData:
         return attrs.evolve(self, fields=fields, lengths=lengths)
 
     def to(self, device: torch.device) -> Self:
-        """Return the batch with its tensor fields on a device; `lengths` stay where they are."""
+        """Return the batch with its tensor fields on a device; `lengths` are not moved."""
         fields = {name: field.to(device) if isinstance(field, Tensor) else field for name, field in self.fields.items()}
         return attrs.evolve(self, fields=fields)
 
     def shard(self, sharding: Sharding) -> list[ShardedData]:
         """
-        Return the part of each worker, with the field `WEIGHTS`.
+        Return the part of the batch for each worker, with the additional field `WEIGHTS`.
 
-        ArgumentError if the sharding was made for other lengths.
+        ArgumentError is raised if the sharding was made for other lengths.
         """
         if sharding.lengths.tolist() != self.lengths.tolist():
             message = "the sharding was made for other lengths than those of this batch: shard this batch"
@@ -233,18 +234,18 @@ class BatchedData:
 
 def concatenate(batches: Sequence[BatchedData]) -> BatchedData:
     """
-    Return the sequences of all batches; each field is padded to the widest, with its padding value.
+    Return one batch of the sequences of all batches, padded to the width of the widest batch.
 
     Raises:
-        ArgumentError: There is no batch, or the fields of one differ from the first batch's in
-            name, kind, shape or padding.
+        ArgumentError: *batches* is empty, or a batch's fields differ from those of the first batch
+            in name, kind, shape or padding.
     """
     if not batches:
-        raise ArgumentError("batch", "there is no batch to concatenate: give at least one")
+        raise ArgumentError("batch", "batches is empty: give at least one batch to concatenate")
     for number, batch in enumerate(batches):
         if other := list(_differences(batches[0], batch)):
             message = (
-                f"batch {number} has other fields than batch 0: {'; '.join(other)}: give all the same fields, "
+                f"batch {number} has other fields than batch 0: {'; '.join(other)}: give all batches the same fields, "
                 "sequence_dims and pad_values"
             )
             raise ArgumentError("batch", message)
@@ -268,7 +269,7 @@ def _differences(first: BatchedData, batch: BatchedData) -> Iterator[str]:
 
 
 def _describe_field(batch: BatchedData, name: str) -> str:
-    """Return the type, shape and padding of a field as text, the same for compatible fields."""
+    """Describe a field's type, shape and padding; fields with equal texts can be concatenated."""
     field = batch.fields.get(name)
     if not isinstance(field, Tensor):
         return "absent" if field is None else "a list"
@@ -282,7 +283,7 @@ def _describe_field(batch: BatchedData, name: str) -> str:
 
 @attrs.frozen(eq=False)
 class ShardedData:
-    """Part of a batch for one worker: its sequences, with filler, and their microbatches."""
+    """Part of a batch for one worker: sequences, filler included, and their microbatches."""
 
     data: BatchedData
 
@@ -317,14 +318,14 @@ class Microbatch:
     """Tokens; shape (rows, width), padded with `pad_id`."""
 
     layout: PackedLayout
-    """Layout of the sequences in all rows together, one row after the other."""
+    """Layout of the sequences in all rows, as if the rows were joined into one."""
 
     data: BatchedData
-    """The sequences, unpacked."""
+    """Unpacked sequences of the microbatch."""
 
     @property
     def position_ids(self) -> Tensor:
-        """Positions that restart with each sequence; shape (rows, width)."""
+        """Position ids, which restart at 0 for each sequence; shape (rows, width)."""
         return torch.as_tensor(self.layout.position_ids, device=self.input_ids.device).view(self.input_ids.shape)
 
     @property
@@ -335,10 +336,10 @@ class Microbatch:
     @property
     def labels(self) -> Tensor:
         """
-        Labels as transformers takes them, not shifted; shape (rows, width).
+        Labels in transformers' form, which are not shifted; shape (rows, width).
 
-        They are the field `labels`, or else the tokens. First tokens of sequences and padding are
-        ignored.
+        They are the field `labels`, or the tokens if there is no such field. At the first token of
+        each sequence and at padding, labels are -100.
         """
         name = "labels" if "labels" in self.data else self.data.input_key
         source = self.data.tensor(name)
@@ -351,10 +352,10 @@ class Microbatch:
     @property
     def attention_mask(self) -> Tensor | None:
         """
-        Mask of the positions that hold tokens; bool, shape (rows, width), or None for one row.
+        Mask that is true at tokens; bool, shape (rows, width), or None for a single row.
 
-        A single row needs no mask: it is padded at its end, or packed, with position ids that
-        restart.
+        A single row needs no mask: it is padded only at its end, or it is packed, and position ids
+        restart with each sequence.
         """
         if len(self.input_ids) == 1:
             return None
@@ -372,21 +373,21 @@ class Microbatch:
 
     @property
     def max_seqlen(self) -> int:
-        """Positions of the longest sequence with its padding, for variable-length kernels."""
+        """Positions of the longest sequence, padding included, as varlen kernels expect it."""
         return int(np.diff(self.layout.cu_seqlens_padded).max())
 
     def unpacked(self, values: Tensor, *, pad_value: float = 0) -> Tensor:
         """
-        Return values by position as values by sequence; shape (num_sequences, width, …).
+        Rearrange values of positions by sequence; shape (num_sequences, width, …).
 
-        The width is that of `data`.
+        The width of the result is that of `data`.
 
         Args:
             values: Values of all positions, shape (rows * width, …).
-            pad_value: Value behind the tokens of each sequence.
+            pad_value: Padding value after the last token of each sequence.
 
         Raises:
-            ArgumentError: There are more or fewer values than positions.
+            ArgumentError: The number of values differs from the number of positions.
         """
         if values.shape[:1] != (self.layout.num_positions,):
             shape, positions = tuple(values.shape), counted(self.layout.num_positions, "position")
@@ -411,16 +412,16 @@ def pack_row(batch: BatchedData, *, multiple: int, row_length: int | None = None
     Pack the sequences of a batch into one row.
 
     Args:
-        batch: Batch that becomes a row; at least one sequence.
+        batch: Batch of at least one sequence.
         multiple: Multiple to which each sequence is padded, in tokens.
-        row_length: Positions that the row is padded to, behind its last sequence: stages of a
-            pipeline exchange buffers of one shape.
+        row_length: Number of positions to which the row is padded at its end; None adds none.
+            Stages of a pipeline need it, since they exchange buffers of one shape.
 
     Raises:
-        ArgumentError: There is no sequence, or they need more than *row_length* positions.
+        ArgumentError: The batch is empty, or its sequences need more than *row_length* positions.
     """
     if not len(batch):
-        raise ArgumentError("batch", "the batch has no sequence, so there is no row to pack: give at least one")
+        raise ArgumentError("batch", "the batch has no sequences, so no row can be packed: give at least one sequence")
     lengths = batch.lengths.tolist()
     ends = cu_seqlens(lengths, pad_to_multiple_of=multiple)
     if row_length is not None:
@@ -437,7 +438,7 @@ def pack_row(batch: BatchedData, *, multiple: int, row_length: int | None = None
 
 
 def _pick(values: IntArray, mask: NDArray[np.bool_], like: Tensor) -> Tensor:
-    """Return *values* where *mask* is true, as indices for the tensor *like*, on its device."""
+    """Return *values* where *mask* is true, as an index tensor on the device of *like*."""
     return torch.as_tensor(values[mask], device=like.device)
 
 
@@ -448,23 +449,25 @@ def _dims(fields: Mapping[str, Field], declared: Mapping[str, int | None], input
 
 
 def _check_pad_values(fields: Mapping[str, Field], pad_values: Mapping[str, float]) -> Mapping[str, float]:
-    """Return *pad_values*; ArgumentError if a field is not a tensor or cannot hold its value."""
+    """Return *pad_values*; ArgumentError if a field is no tensor or its type lacks the value."""
     for name, value in pad_values.items():
         field = fields.get(name)
         if not isinstance(field, Tensor):
-            message = f"pad_values names {name}, which is not a tensor of the batch: give numbers by field"
+            message = f"pad_values has {name}, which is not a tensor of the batch: name only fields that are tensors"
             raise ArgumentError("batch", message)
         with suppress(RuntimeError, TypeError):
             if field.new_full((), value).item() == value or field.is_floating_point():
                 continue
         kind = str(field.dtype).removeprefix("torch.")
-        raise ArgumentError("batch", f"the pad value of {name} is {value!r}, which {kind} cannot hold")
+        raise ArgumentError("batch", f"the pad value of {name} is {value!r}, which {kind} cannot represent")
     return MappingProxyType(dict(pad_values))
 
 
 def _to_int64(values: Any, least: int, below: float, message: str) -> Tensor:
     """
-    Return numbers as int64, shape (num,); ArgumentError unless whole, >= *least* and < *below*.
+    Return whole numbers as an int64 tensor of shape (num,).
+
+    ArgumentError is raised if a number is not whole, below *least*, or *below* or more.
     """
     with suppress(TypeError, ValueError, RuntimeError):
         numbers = torch.as_tensor(values)

@@ -1,10 +1,10 @@
 """
-Folder of a model, and facts from its files, which are read without torch and ms-swift.
+Finds the folder of a model, and reads facts from its files without torch and ms-swift.
 
-Models are found in the local caches of Hugging Face and ModelScope, without their libraries and
-without a network; or ms-swift downloads them, with `model.download`. Caches are at `HF_HUB_CACHE`,
-else `HF_HOME`/hub, and at `MODELSCOPE_CACHE`, in each layout that its library has used. `USE_HF`
-decides which cache comes first, as for ms-swift.
+Models are found in the local caches of Hugging Face and ModelScope, without the hubs' libraries and
+without a network. With `model.download: true`, ms-swift downloads missing models. The caches are
+`HF_HUB_CACHE` (or `HF_HOME`/hub) and `MODELSCOPE_CACHE`, in each layout that the hub's library has
+used. `USE_HF` decides which cache is searched first, as in ms-swift.
 """
 
 import hashlib
@@ -35,36 +35,36 @@ PROCESSING_FILES = (
     "*.model",
     "*.py",
 )
-"""Patterns of the files of a model that decide how records become tokens."""
+"""Patterns of a model's files that decide how records become tokens."""
 
 _NUMBERED = re.compile(r"(.*?)\.(\d+)\.")
-"""Start of the name of a weight in a layer: the prefix, and the number of the layer."""
+"""Pattern of a weight's name in a layer, with two groups: its prefix and the layer's number."""
 
 _WEIGHTS = ("model.safetensors", "model.safetensors.index.json", "pytorch_model.bin", "pytorch_model.bin.index.json")
-"""Weight files, in the order in which transformers looks for them."""
+"""Names of weight files, in the order in which transformers looks for them."""
 
 _ADAPTERS = ("adapter_model.safetensors", "adapter_model.bin")
 
 _POINTER = b"version "
-"""First bytes of a git-lfs pointer, which stands in place of a file that was not fetched."""
+"""First bytes of a git-lfs pointer, which replaces a file that was not downloaded."""
 
 _MOST_JSON = 2**28
-"""Most bytes of a JSON file of a model: files of tokenizers have tens of MiB."""
+"""Largest size in bytes of a model's JSON file; tokenizer files have tens of MiB."""
 
 _SAMPLED, _MOST_SAMPLED = 256, 256
-"""Bytes that a file's digest reads of a weight, and most weights that it reads, evenly spread."""
+"""For a file's digest: bytes read from each weight, and largest number of weights to read."""
 
 _DIGITS = 12
-"""Digits of a digest that a message shows."""
+"""Number of hexadecimal digits of a digest that a message shows."""
 
 
 def is_hub_id(name: str) -> bool:
-    """Return whether a name is a hub id `owner/name`, and not an existing path."""
+    """Return whether a name is a hub id `owner/name`, not an existing path."""
     return _ID.fullmatch(name) is not None and not name.startswith((".", "/")) and not Path(name).exists()
 
 
 def find_cached_model(name: str) -> Path | None:
-    """Return the cached folder of the hub id `owner/name`; None if no cache has it."""
+    """Return the cached folder of the hub id *name* (`owner/name`); None if no cache has it."""
     searches = (_hugging_face_folders, _modelscope_folders)
     for search in searches if prefers_hugging_face() else reversed(searches):
         for folder in search(name):
@@ -75,7 +75,9 @@ def find_cached_model(name: str) -> Path | None:
 
 def find_model(name: str) -> Path:
     """
-    Return a model's folder or config.json, by path or cached hub id; ConfigError if there is none.
+    Return the path of a model's folder or config.json; ConfigError if there is none.
+
+    *name* is such a path, or the hub id of a cached model.
     """
     path = Path(name)
     if path.is_file() or (path / "config.json").is_file():
@@ -88,17 +90,17 @@ def find_model(name: str) -> Path:
 
 
 def prefers_hugging_face() -> bool:
-    """Return whether Hugging Face is asked before ModelScope; ms-swift reads `USE_HF` for this."""
+    """Return whether Hugging Face comes before ModelScope; `USE_HF` decides, as in ms-swift."""
     return os.environ.get("USE_HF", "0").strip().lower() in {"1", "true", "yes", "y", "t", "on"}
 
 
 def download_command(name: str) -> str:
-    """Return the shell command that downloads a hub id from the preferred hub."""
+    """Return the shell command that downloads the model *name* from the preferred hub."""
     return f"hf download {name}" if prefers_hugging_face() else f"modelscope download --model {name}"
 
 
 def download_model(name: str) -> Path:
-    """Let ms-swift download a hub id; return the model's folder, or ConfigError if that fails."""
+    """Download the model *name* with ms-swift, and return its folder; ConfigError on failure."""
     from swift.utils import safe_snapshot_download  # takes seconds to import
 
     with wrap_load_errors("model.model", f"is {name}, which cannot be downloaded"):
@@ -129,7 +131,7 @@ def _modelscope_folders(name: str) -> Iterator[Path]:
 
 
 def _newest_first(snapshots: Path) -> list[Path]:
-    """Return the folders of a model's cached revisions, the latest first."""
+    """Return the folders of a model's cached revisions, the most recently changed first."""
     found = [folder for folder in snapshots.iterdir() if folder.is_dir()] if snapshots.is_dir() else []
     return sorted(found, key=lambda folder: folder.stat().st_mtime_ns, reverse=True)
 
@@ -141,11 +143,11 @@ def config_model_type(model: ModelConfig) -> str:
 
 def model_faults(model: ModelConfig, *, loads: bool = False) -> tuple[Fault, ...]:
     """
-    Return the faults of a model's config.json; if it has none, the faults of the weights.
+    Return the faults of a model's config.json, or those of its weights if config.json has none.
 
     Args:
         model: Section `model` of the run.
-        loads: Whether to check the weights too, since they are loaded.
+        loads: Whether the run loads the weights, so that they are checked too.
     """
     try:
         config_content(model)
@@ -161,8 +163,8 @@ def config_content(model: ModelConfig) -> Mapping[str, Any]:
     Return the content of a model's config.json.
 
     Raises:
-        ConfigError: It names no `model_type`, or the generation_config.json beside it has an end
-            token that is not a number.
+        ConfigError: The file cannot be read or has no `model_type`, or generation_config.json in
+            the same folder has an end token that is not a number.
     """
     path = Path(model.model) / "config.json"
     try:
@@ -175,16 +177,16 @@ def config_content(model: ModelConfig) -> Mapping[str, Any]:
                 f"`{download_command(model.model)}`, or set model.download: true"
             )
             raise ConfigError.for_key("model.model", reason) from None
-        reason = f"is {model.model}, which is not a folder with a config.json that names a model_type: name one that is"
+        reason = f"is {model.model}, which is not a folder with a config.json that has a model_type: name such a folder"
         if (path.parent / "adapter_config.json").is_file():
-            reason = f"is {model.model}, which holds adapters only: merge them into their model, and name its folder"
+            reason = f"is {model.model}, which has adapters only: merge them into their model, and name its folder"
         raise ConfigError.for_key("model.model", reason) from None
     _require_end_tokens(path.with_name("generation_config.json"))
     return sizes
 
 
 def _require_end_tokens(path: Path) -> None:
-    """Refuse a generation_config.json whose end tokens are not numbers, which trainers extend."""
+    """Refuse a generation_config.json whose end tokens are not token ids, as trainers need."""
     if not path.is_file():
         return
     try:
@@ -198,16 +200,16 @@ def _require_end_tokens(path: Path) -> None:
 
 
 def config_architecture(model: ModelConfig) -> str:
-    """Return the first architecture in a model's config.json; without one, the model type."""
+    """Return the first architecture in a model's config.json, or the model type without one."""
     content = config_content(model)
     return str((content.get("architectures") or [content["model_type"]])[0])
 
 
 def refuse_missing_layers(model: ModelConfig) -> None:
     """
-    Refuse a config.json with more layers than the weights beside it have.
+    Refuse a config.json with more layers than the weights in the same folder.
 
-    transformers only warns, and trains the missing layers from random weights.
+    transformers only logs a warning, and trains the missing layers from random weights.
 
     Raises:
         ConfigError: Weights of a layer are missing.
@@ -224,7 +226,7 @@ def refuse_missing_layers(model: ModelConfig) -> None:
     if isinstance(configured, int) and 0 < found_layers < configured:
         reason = (
             f"is {model.model}, whose config.json has {configured} layers (num_hidden_layers), but the weights have "
-            f"{found_layers}: take the config.json that belongs to the weights"
+            f"{found_layers}: use the config.json that belongs to the weights"
         )
         raise ConfigError.for_key("model.model", reason)
 
@@ -234,7 +236,7 @@ def _first_file(folder: Path, names: Collection[str]) -> Path | None:
 
 
 def _weight_names(folder: Path) -> Collection[str]:
-    """Return the names of the weights in a folder's safetensors; empty without such files."""
+    """Return the names of the weights in a folder's safetensors files; empty without any."""
     path = _first_file(folder, _WEIGHTS[:2])
     if path is None:
         return ()
@@ -243,9 +245,9 @@ def _weight_names(folder: Path) -> Collection[str]:
 
 def require_whole_weights(model: ModelConfig) -> None:
     """
-    Refuse weight files that are missing, truncated or damaged, by their sizes and headers.
+    Refuse weight files that are missing, truncated or damaged; only sizes and headers are read.
 
-    Adapters beside a config.json are checked too. A folder without weights passes.
+    Adapters in the folder are checked too. A folder without weights passes.
 
     Raises:
         ConfigError: A file is damaged or missing.
@@ -275,7 +277,7 @@ def _read_json(path: Path) -> Any:
 
 
 def damaged_json_reason(folder: str) -> str:
-    """Return a message about the first damaged JSON file of a folder; empty if there is none."""
+    """Return a message about a folder's first damaged JSON file; empty if none is damaged."""
     for path in sorted(Path(folder).glob("*.json")):
         try:
             _read_json(path)
@@ -285,7 +287,7 @@ def damaged_json_reason(folder: str) -> str:
 
 
 def _read_index(index: Path) -> Mapping[str, str]:
-    """Return the file name of each weight, from the index of split weight files."""
+    """Return the file name of each weight, as listed in the index of split weight files."""
     content = _read_json(index)
     named = content.get("weight_map") if isinstance(content, dict) and "metadata" in content else None
     if not named or not isinstance(named, dict) or not all(isinstance(name, str) for name in named.values()):
@@ -294,14 +296,14 @@ def _read_index(index: Path) -> Mapping[str, str]:
 
 
 def _read_header(path: Path) -> Mapping[str, Any]:
-    """Return the header of a safetensors file, by name of the weight; ConfigError if damaged."""
+    """Return a safetensors file's header, keyed by weight name; ConfigError if it is damaged."""
     import safetensors  # comes with transformers; runs are also planned without it
 
     try:
         with safetensors.safe_open(path, framework="numpy"):  # compares the header with the file's size
             pass
     except (OSError, safetensors.SafetensorError) as error:
-        raise _damage_error(path, f"is truncated, or is not a file of weights ({error})") from error
+        raise _damage_error(path, f"is truncated, or is not a weight file ({error})") from error
     with path.open("rb") as file:
         weights = dict(json.loads(file.read(int.from_bytes(file.read(8), "little"))))
     weights.pop("__metadata__", None)
@@ -309,25 +311,23 @@ def _read_header(path: Path) -> Mapping[str, Any]:
 
 
 def _require_whole_file(path: Path) -> None:
-    """Raise ConfigError if a weight file is truncated, a git-lfs pointer or no file of weights."""
+    """Raise ConfigError if a file is truncated, is a git-lfs pointer or has no weights."""
     with path.open("rb") as file:
         start = file.read(8)
     if start == _POINTER:
         raise _damage_error(path, "is a pointer of git-lfs", "fetch it with git lfs pull")
     if path.suffix == ".safetensors":
         _read_header(path)
-    # An archive of torch ends with its table of contents; older versions wrote a pickle.
+    # A torch archive ends with its table of contents. Older versions of torch wrote a pickle.
     elif not (zipfile.is_zipfile(path) or start.startswith(b"\x80")):
-        raise _damage_error(path, "is truncated, or is not a file of weights")
+        raise _damage_error(path, "is truncated, or is not a weight file")
 
 
 def config_digest(model: ModelConfig) -> str:
     """
-    Return the digest of a model's config.json, and of Python code there that the run may execute.
+    Return the digest of a model's config.json and, if the run may execute it, its Python code.
 
-    `model.trust_remote_code` allows that.
-
-    Raises ConfigError if there is no config.json.
+    `model.trust_remote_code` allows the code to run. ConfigError is raised without a config.json.
     """
     digest = hashlib.sha256(json.dumps(config_content(model), sort_keys=True).encode())
     if model.trust_remote_code:
@@ -338,13 +338,13 @@ def config_digest(model: ModelConfig) -> str:
 
 def model_file_facts(folder: Path, *, patterns: Sequence[str] = ("config.json",)) -> dict[str, str]:
     """
-    Return size and digest of each file of a model, as text, by `model.model NAME`.
+    Return size and digest of each file of a model as one text, keyed by `model.model NAME`.
 
-    Empty if *folder* does not exist. Weight files are digested in part.
+    The result is empty if *folder* does not exist. Digests cover only a part of a weight file.
 
     Args:
         folder: Folder of the model.
-        patterns: Patterns of the names of files to include beside the weights.
+        patterns: Patterns of file names to include in addition to the weights.
     """
     facts = {}
     for path in sorted({path for pattern in ("*.safetensors", "*.bin", *patterns) for path in folder.glob(pattern)}):
@@ -356,8 +356,10 @@ def model_file_facts(folder: Path, *, patterns: Sequence[str] = ("config.json",)
 
 def _weights_digest(path: Path) -> str:
     """
-    Return a digest of a file of weights. For a safetensors file, it covers the header and some
-    bytes of the weights; for an archive of torch, the stored checksums; for other files, nothing.
+    Return a digest of a weight file.
+
+    For a safetensors file, the digest covers the header and some bytes of the weights. For a torch
+    archive, it covers the stored checksums; for other files, nothing.
     """
     digest = hashlib.sha256()
     if path.suffix == ".safetensors":

@@ -1,14 +1,14 @@
 """
-State of a model and of random numbers, weights of checkpoints, and norms of gradients.
+Saves and restores a model's mode, buffers and random state, and computes norms of gradients.
 
-Weights are also checked before they are saved.
+It also checks weights before they are saved, by the root mean square of the trained weights.
 
-The check uses the root mean square of the trained weights. After a step with a learning rate of
-1e30, for example, weights are finite but useless. The loss of another forward pass may be finite
-too, since norms divide by the huge values. The root mean square shows the fault in one pass over
-the weights. Weights count as ruined if they are a thousand times as large as before the first step.
-Normal runs stay far below: a step of AdamW moves a weight by about the learning rate, and runs from
-random weights end at a few times their first size.
+After a step with a learning rate of 1e30, for example, weights are finite but useless. The loss of
+another forward pass may be finite too, since norm layers divide by the huge values. The root mean
+square reveals the fault in one pass over the weights. Weights count as ruined if their root mean
+square is a thousand times that before the first step. Normal runs stay far below: a step of AdamW
+moves a weight by about the learning rate, and a run from random weights ends at a few times their
+first root mean square.
 """
 
 import math
@@ -27,16 +27,16 @@ Gradients = dict[str, torch.Tensor]
 """Gradients of a model's weights, by name."""
 
 _MAX_GROWTH = 1000.0
-"""Growth of the root mean square, since the first step, above which weights count as ruined."""
+"""Growth of the root mean square since the first step above which weights count as ruined."""
 
 _MIN_SIZE = 0.01
-"""Least root mean square to compare with, since adapters and biases may begin at 0."""
+"""Smallest initial root mean square that is assumed, since adapters and biases may begin at 0."""
 
 
 @contextmanager
 def evaluation_mode(model: torch.nn.Module) -> Iterator[None]:
     """
-    Set a model to evaluation mode in this context; at its end, each module has its mode again.
+    Set a model to evaluation mode in this context, then restore the mode of each module.
     """
     modes = [(module, module.training) for module in model.modules()]
     model.eval()
@@ -49,7 +49,7 @@ def evaluation_mode(model: torch.nn.Module) -> Iterator[None]:
 
 @contextmanager
 def replace_attributes(owner: Any, **values: Any) -> Iterator[None]:
-    """Replace attributes of an object or a module inside this context."""
+    """Replace attributes of an object or a module in this context, then restore them."""
     before = {name: getattr(owner, name) for name in values}
     for name, value in values.items():
         setattr(owner, name, value)
@@ -62,7 +62,7 @@ def replace_attributes(owner: Any, **values: Any) -> Iterator[None]:
 
 def local_part(tensor: Any) -> torch.Tensor:
     """
-    Return this rank's part of a `DTensor` or a ZeRO 3 weight; any other tensor is returned itself.
+    Return this rank's part of a `DTensor` or a ZeRO 3 weight; other tensors are returned unchanged.
     """
     if hasattr(tensor, "ds_tensor"):
         part: torch.Tensor = tensor.ds_tensor.detach()
@@ -74,10 +74,10 @@ def local_part(tensor: Any) -> torch.Tensor:
 
 def find_sharded_weight(model: torch.nn.Module) -> str | None:
     """
-    Return the name of the first weight that this process holds only in part; None if it holds all.
+    Return the name of the first weight that is sharded over processes; None if no weight is.
 
-    Weights are held in part under FSDP and ZeRO 3. They count as such also while they are gathered:
-    small weights stay gathered until a checkpoint is loaded.
+    FSDP and ZeRO 3 shard weights. A sharded weight counts as sharded even while it is gathered,
+    since ZeRO 3 leaves small weights gathered until a checkpoint is loaded.
     """
     for name, weight in model.named_parameters():
         is_empty = weight.numel() == 0 or weight.is_meta
@@ -88,7 +88,7 @@ def find_sharded_weight(model: torch.nn.Module) -> str | None:
 
 @contextmanager
 def hold_buffers_and_rng(model: torch.nn.Module) -> Iterator[None]:
-    """Restore a model's buffers and the random state (Python, numpy, torch) after this context."""
+    """Restore a model's buffers and the random states of Python, numpy and torch afterwards."""
     drawn, drawn_by_numpy = random.getstate(), np.random.get_state()  # noqa: NPY002  # that of others
     buffers = [(buffer, buffer.detach().clone()) for buffer in model.buffers()]
     try:
@@ -104,11 +104,11 @@ def hold_buffers_and_rng(model: torch.nn.Module) -> Iterator[None]:
 @torch.no_grad()
 def root_mean_square(weights: Iterable[torch.Tensor], *, sharded: bool = False) -> float:
     """
-    Return the root mean square of the trained weights; nan or inf if one is not finite.
+    Return the root mean square of the trained weights; NaN or infinity if a weight is not finite.
 
     Args:
         weights: Weights of the model, or this rank's part of them.
-        sharded: Sum over all ranks, which all call this.
+        sharded: Whether to sum over all ranks; then every rank has to call this.
     """
     squares, number = sum_of_squares((one for one in weights if one.requires_grad), sharded=sharded)
     return math.sqrt(squares / max(1.0, number))
@@ -120,8 +120,9 @@ def sum_of_squares(tensors: Iterable[torch.Tensor], *, sharded: bool) -> tuple[f
     Return the sum of squares of all elements, and the number of elements.
 
     Args:
-        tensors: Tensors, or this rank's parts.
-        sharded: Sum over all ranks, which all call this; copies on several ranks count once.
+        tensors: Whole tensors, or this rank's parts of them.
+        sharded: Whether to sum over all ranks; then every rank has to call this. A tensor that
+            several ranks have in full counts once.
     """
     sums = torch.zeros(2, dtype=torch.float64)
     for tensor in tensors:
@@ -136,7 +137,7 @@ def sum_of_squares(tensors: Iterable[torch.Tensor], *, sharded: bool) -> tuple[f
 
 
 def _counted_share(tensor: Any) -> float:
-    """Return the weight of this rank's part in a sum over ranks, where copies count once."""
+    """Return the factor of this rank's part in a sum over ranks, so that copies count once."""
     if hasattr(tensor, "ds_tensor"):
         return dist.get_world_size(tensor.ds_process_group) / dist.get_world_size()
     if not isinstance(tensor, DTensor):
@@ -148,11 +149,11 @@ def _counted_share(tensor: Any) -> float:
 
 def is_ruined(rms: float, *, before: float) -> bool:
     """
-    Return whether weights have lost their values, by a comparison of their root mean squares.
+    Return whether the root mean square of the weights has grown so much that they are useless.
 
     Args:
         rms: Root mean square of the trained weights now.
-        before: Root mean square before the first step.
+        before: Root mean square of the trained weights before the first step.
 
     >>> [is_ruined(rms, before=0.02) for rms in (0.5, 1e30, float("nan"))]
     [False, True, True]
@@ -162,10 +163,10 @@ def is_ruined(rms: float, *, before: float) -> bool:
 
 def load_by_model_class(model: Any, checkpoint: str) -> bool:
     """
-    Load a checkpoint's weights by the model's own class; return whether that was possible.
+    Load a checkpoint's weights with the model's own class; return whether that was possible.
 
     Only the class knows legacy names of weights; other loaders skip such weights with a warning.
-    PEFT models are left unchanged.
+    For a PEFT model, nothing is loaded, and false is returned.
     """
     if hasattr(model, "peft_config"):
         return False
@@ -180,7 +181,7 @@ def load_by_model_class(model: Any, checkpoint: str) -> bool:
 
 def weight_gradients(model: torch.nn.Module, loss: torch.Tensor) -> Gradients:
     """
-    Return the gradient of *loss* with respect to each trained weight that it depends on, by name.
+    Return the gradient of *loss* by name of the weight, for each trained weight that it depends on.
     """
     named = [(name, one) for name, one in model.named_parameters() if one.requires_grad]
     found = torch.autograd.grad(loss, [one for _, one in named], allow_unused=True)
@@ -195,7 +196,7 @@ def add_gradients(total: Gradients, gradients: Gradients) -> float:
 
 
 def difference_norms(found: Gradients, expected: Gradients) -> Mapping[str, float]:
-    """Return the norm of each weight's gradient difference; a missing gradient counts as 0."""
+    """Return the norm of the gradients' difference for each weight; missing ones count as 0."""
     norms = {}
     for name in {**found, **expected}:
         mine, own = (part[name].double() if name in part else 0.0 for part in (found, expected))

@@ -1,10 +1,10 @@
 """
-Processes that end when their parent ends, also by SIGKILL.
+Starts processes that end when their parent ends, even if SIGKILL ends the parent.
 
-Each process that this project starts calls `end_with_parent` first: measuring processes, loader
+Each process that Packplan starts calls `end_with_parent` first: measuring processes, loader
 workers, ranks of a launcher, servers of engines, benchmarks. There are two exceptions. Rank 0's
-heartbeat has to outlive rank 0 for a moment, and notices the end of rank 0 by a pipe. Ray takes up
-to a minute to end its actors, so actors on the driver's machine watch the driver themselves.
+heartbeat has to outlive rank 0 for a moment, and detects the end of rank 0 by a pipe. Ray takes up
+to a minute to end its actors, so actors on the driver's machine watch the driver's process.
 """
 
 import ctypes
@@ -32,30 +32,30 @@ _LOST = {
     "DataLoader worker (pid": _FULL,
     "Pin memory thread exited": _FULL,
     "Too many open files": "Let each process have more files open (ulimit -n), or {keys}",
-    "DataLoader timed out": "A sample takes longer to read and encode, or waits for a disk that does not answer: look "
-    "at where its media are, or {keys}",
+    "DataLoader timed out": "Reading and encoding a sample takes longer, or its disk does not respond: check the disk "
+    "that has its media, or {keys}",
 }
-"""Start of torch's error if a loader process is lost or unreachable -> advice, with `{keys}`."""
+"""Advice, with `{keys}`, by the start of torch's error about a lost or stuck loader process."""
 
 
 def end_with_parent(number: signal.Signals = signal.SIGKILL) -> None:
     """
-    Make the kernel signal this process when its parent ends, or now if it has ended.
+    Make the kernel signal this process when its parent ends, or at once if the parent has ended.
 
     The kernel watches the thread that started this process, so that thread has to live as long as
-    its process. Only Linux has such a signal; elsewhere this does nothing.
+    the parent. Only Linux has such a signal; on other systems this does nothing.
 
     Args:
-        number: Signal to send. SIGKILL cannot be blocked.
+        number: Signal to send; only SIGKILL cannot be blocked.
 
     Raises:
-        OSError: The kernel refuses.
+        OSError: The kernel refuses the request.
     """
     if sys.platform != "linux":
         return
     libc = ctypes.CDLL(None, use_errno=True)
     if libc.prctl(1, int(number), 0, 0, 0):  # PR_SET_PDEATHSIG
-        raise OSError(ctypes.get_errno(), "prctl cannot set the signal of a parent's death")
+        raise OSError(ctypes.get_errno(), "prctl cannot set the signal for the parent's death")
     parent = multiprocessing.parent_process()
     # The parent may have ended before the call above.
     if parent is not None and not parent.is_alive():
@@ -66,8 +66,8 @@ def end_with_launcher() -> None:
     """
     End this rank by SIGTERM when the torchrun agent that started it ends.
 
-    On SIGTERM, training saves a checkpoint after the running step, and other commands end at once.
-    Without a launcher this does nothing.
+    On SIGTERM, training saves a checkpoint after the current step, and other commands end at once.
+    Without a launcher, this does nothing.
     """
     if "TORCHELASTIC_RUN_ID" in os.environ and multiprocessing.parent_process() is None:
         end_with_parent(signal.SIGTERM)
@@ -75,10 +75,10 @@ def end_with_launcher() -> None:
 
 def end_with_process(pid: int) -> None:
     """
-    End this process when another process on this machine ends; only on Linux.
+    End this process when another process on this machine ends. Works on Linux only.
 
     Args:
-        pid: Id of the other process. If it has ended already, this process ends at once.
+        pid: Id of the other process. If it has already ended, this process ends at once.
     """
     if sys.platform != "linux":
         return
@@ -90,7 +90,7 @@ def end_with_process(pid: int) -> None:
 
 
 def _wait_and_end(other: int) -> None:
-    ended = select.poll()  # `select.select` refuses a file whose number is beyond 1,023
+    ended = select.poll()  # `select.select` refuses file descriptors above 1,023
     ended.register(other, select.POLLIN)
     ended.poll()
     os.kill(os.getpid(), signal.SIGKILL)
@@ -100,9 +100,9 @@ def ignore_foreign_sigterm() -> None:
     """
     Ignore SIGTERM unless the parent process sends it, as torch does to end a loader worker.
 
-    Launchers send SIGTERM to all processes of a run, while training needs its workers until it has
-    saved a checkpoint. Call this before the process starts threads. Only Linux names the sender of
-    a signal; elsewhere this does nothing.
+    Launchers send SIGTERM to all processes of a run, but training needs its workers until it has
+    saved a checkpoint. Call this before the process starts threads. Only Linux reports the sender
+    of a signal; on other systems this does nothing.
     """
     if sys.platform != "linux":
         return
@@ -118,36 +118,37 @@ def _end_on_sigterm_from(parent: int) -> None:
 
 def open_pool(workers: int, prepare: Callable[..., None], *arguments: Any) -> ProcessPoolExecutor:
     """
-    Return a pool of forked processes that end with this one.
+    Return a pool of forked processes that end when this process ends.
 
-    They share the memory of this process, such as libraries of half a gigabyte, and start at once.
-    Open the pool within `hold_ctrl_c`, and submit the first work there: it forks all processes.
+    The forked processes share this process's memory, such as half a gigabyte of libraries, and
+    start at once. Open the pool within `hold_ctrl_c`, and submit the first task in the same
+    context, because that forks all processes.
 
     Args:
         workers: Number of processes.
-        prepare: Called first in each process.
+        prepare: Function that each process calls first.
         *arguments: Arguments of *prepare*.
     """
     return ProcessPoolExecutor(workers, multiprocessing.get_context("fork"), _prepare_process, (prepare, arguments))
 
 
 class ForkedProcesses(Generic[T]):
-    """Forked processes that compute blocks; see `core.ports.BlockExecutor`."""
+    """Pool of forked processes that compute blocks; see `core.ports.BlockExecutor`."""
 
     block_size = 32
 
     def __init__(self, num_workers: int, prepare: Callable[[], None], compute: Callable[[range], T]) -> None:
         """
-        Open a pool of processes, which are forked with the first block.
+        Open a pool of processes; submitting the first block forks them.
 
         Args:
             num_workers: Number of processes.
-            prepare: Called first in each process.
-            compute: Returns the result of a block.
+            prepare: Function that each process calls first.
+            compute: Function that returns the result of a block.
         """
         self.num_workers = num_workers
-        # They share memory with this process until one writes to it. The garbage collector writes
-        # into each object that it visits, so existing objects are hidden from it.
+        # Forked processes share memory with this process until one writes to it. The garbage
+        # collector writes into each object that it visits, so it is told to skip existing objects.
         self._kept_before = gc.get_freeze_count()
         gc.collect()
         gc.freeze()
@@ -159,7 +160,7 @@ class ForkedProcesses(Generic[T]):
             return self._pool.submit(_compute_held, block).result
 
     def close(self) -> None:
-        """End the processes, once each is done with its block."""
+        """End the processes after each has finished its current block."""
         self._pool.shutdown(cancel_futures=True)
         if not self._kept_before:
             gc.unfreeze()
@@ -188,8 +189,8 @@ def hide_connection_errors() -> None:
     """
     Hide tracebacks of connection errors in this process from now on.
 
-    multiprocessing prints such errors if the process that receives its tensors, in shared memory,
-    has ended. That process reports the reason itself.
+    multiprocessing prints such errors if the process that receives tensors in shared memory has
+    ended. The receiving process reports the reason.
     """
     before = sys.excepthook
 
@@ -203,13 +204,13 @@ def hide_connection_errors() -> None:
 @contextmanager
 def wrap_process_errors(doing: str, keys: str) -> Iterator[None]:
     """
-    Turn the error of a pool, or of torch, that has lost a process into a RunError.
+    Turn the error of a pool or of torch about a lost process into a RunError.
 
-    torch may raise it at any line of the context.
+    torch may raise this error at any line of the context.
 
     Args:
-        doing: Task of these processes, as a participle: `measuring samples`.
-        keys: Advice with keys: `lower training.dataloader_num_workers`.
+        doing: Task of the processes, such as `measuring samples`.
+        keys: Advice that names keys, such as `lower training.dataloader_num_workers`.
     """
     try:
         yield
@@ -225,11 +226,11 @@ def wrap_process_errors(doing: str, keys: str) -> Iterator[None]:
 @contextmanager
 def hold_ctrl_c() -> Iterator[None]:
     """
-    Keep Ctrl-C from processes that start in this context; this process gets it at the end.
+    Delay Ctrl-C until the end of this context; processes that start in the context ignore it.
 
-    So this process alone handles Ctrl-C, and no child prints a traceback. While a process forks,
-    Python runs callbacks of libraries and drops their errors: KeyboardInterrupt would be lost. To
-    block the signal is not enough, since another thread may receive it.
+    So only this process handles Ctrl-C, and no child prints a traceback. During a fork, Python runs
+    callbacks of libraries and drops their errors, so a KeyboardInterrupt would be lost. Blocking
+    the signal alone is not enough, since another thread may receive it.
     """
     pressed: list[tuple[int, FrameType | None]] = []
     handler = signal.getsignal(signal.SIGINT)

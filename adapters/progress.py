@@ -1,7 +1,7 @@
 """
-Progress of long stages and the time left: a bar on a terminal, elsewhere a log line every 30 s.
+Shows progress and the remaining time: a bar on a terminal, otherwise a log line every 30 s.
 
-`hide` turns bars and lines off. `TrainingBar` is the bar of optimizer steps.
+`hide` turns bars and lines off. `TrainingBar` is the bar for optimizer steps.
 """
 
 import gc
@@ -20,36 +20,34 @@ from tqdm import tqdm
 log = logging.getLogger(__name__)
 
 LINE_S = 30.0
-"""Seconds between two log lines of a stage."""
+"""Seconds between two log lines about the same stage."""
 
 BRIEF_S = 2.0
-"""Seconds before a bar appears for a stage that may be short: `delay=BRIEF_S`."""
+"""Seconds before a bar appears for a stage that may be short, passed on as `delay=BRIEF_S`."""
 
 _LOADING = "packplan: loading torch, transformers and ms-swift …"
 
 _CLEAR = "\r\033[K"
-"""Control sequence that removes the terminal line of the cursor."""
+"""Control sequence that clears the cursor's line on a terminal."""
 
 _state = {"hidden": False}
 
 
 def hide(*, hidden: bool) -> None:
-    """Hide all progress of this process from now on; with *hidden* false, show it again."""
+    """Hide all progress bars and lines of this process, or show them again if not *hidden*."""
     _state["hidden"] = hidden
 
 
 @contextmanager
 def loading_libraries(*, file: TextIO | None = None) -> Iterator[None]:
     """
-    Show on a terminal that torch, transformers and ms-swift are being imported.
+    Show a line on a terminal while this context imports torch, transformers and ms-swift.
 
-    Garbage collection is paused meanwhile. The line is removed at the end.
-
-    Imports make a million objects that live as long as the process. Collecting garbage among them
-    took 1.3 s of 8.
+    Garbage collection is paused in the context. Imports create a million objects that live as long
+    as the process, and collecting garbage among them took 1.3 s of 8 s.
 
     Args:
-        file: Terminal; None for standard error.
+        file: Terminal to write to; None means standard error.
     """
     file = sys.stderr if file is None else file
     is_shown = not _state["hidden"] and file.isatty() and os.environ.get("RANK", "0") == "0"
@@ -69,10 +67,10 @@ def loading_libraries(*, file: TextIO | None = None) -> Iterator[None]:
 
 def progress(items: Iterable[Any] | None = None, *, on_terminal: bool = True, **options: Any) -> Any:
     """
-    Return an iterator over *items* that shows progress as tqdm does, or a bar to update by hand.
+    Return a tqdm bar that iterates over *items*, or one that the caller updates.
 
     Args:
-        items: Items to iterate over; None for a bar that is updated by hand.
+        items: Items to iterate over; None for a bar that the caller updates.
         on_terminal: Whether a terminal shows the bar; false if another bar shows the same stage.
         **options: Options of tqdm.
     """
@@ -84,13 +82,14 @@ def progress(items: Iterable[Any] | None = None, *, on_terminal: bool = True, **
     known = options.get("total") is not None or hasattr(items, "__len__")
     done = "{desc}: {n:,} of {total:,}{unit}, {rate_noinv_fmt}, {remaining} left{postfix}"
     form = done if known else "{desc}{postfix}, {elapsed} so far"
-    # A delay above 0 leaves out the line at the start, and one position the lines of nested bars.
+    # A delay above 0 suppresses the line at the start. The fixed position suppresses line breaks
+    # for nested bars.
     lines = {"bar_format": form, "file": _LogLines(), "delay": 1e-9, "miniters": 1, "leave": False, "position": 0}
     return _Bar(items, **{"mininterval": LINE_S, **options, **lines})
 
 
 class _Bar(tqdm):  # type: ignore[misc]  # its library has no types
-    """Bar without tqdm's monitor thread, since processes with threads should not fork."""
+    """tqdm bar without the monitor thread, since processes with threads should not fork."""
 
     monitor_interval = 0
 
@@ -101,19 +100,19 @@ class _Bar(tqdm):  # type: ignore[misc]  # its library has no types
 
 class TrainingBar:
     """
-    Bar of training steps at the bottom of a terminal; other output appears above it.
+    Bar of training steps at the bottom of a terminal; other output appears above the bar.
 
-    No thread draws it, since processes with threads should not fork.
+    No thread draws the bar, since processes with threads should not fork.
     """
 
     def __init__(self, total: int, *, done: int = 0, file: TextIO | None = None) -> None:
         """
-        Draw the bar.
+        Draw the bar at its first position.
 
         Args:
-            total: Optimizer steps of the run.
-            done: Steps that are done.
-            file: Terminal; None for standard error.
+            total: Number of optimizer steps in the run.
+            done: Number of steps that are already done.
+            file: Terminal to draw on; None means standard error.
         """
         from rich.console import Console  # no command but training draws it
         from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
@@ -133,18 +132,18 @@ class TrainingBar:
         Draw the bar at its new position.
 
         Args:
-            done: Steps that are done; None keeps the last number.
-            text: Numbers beside the bar; None keeps the last text.
+            done: Number of steps that are done; None keeps the last number.
+            text: Text to the right of the bar, such as the loss; None keeps the last text.
         """
         self._progress.update(self._task, completed=done, description=text, refresh=True)
 
     def close(self) -> None:
-        """Remove the bar."""
+        """Remove the bar from the terminal."""
         self._progress.stop()
 
 
 class _LogLines(io.StringIO):
-    """File for tqdm that logs each text written to it."""
+    """File object for tqdm that logs each text written to it."""
 
     def write(self, text: str) -> int:
         if line := " ".join(text.split()):

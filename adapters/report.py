@@ -1,8 +1,8 @@
 """
-A page about plans, as one HTML file that loads nothing.
+Writes a page about plans, as one HTML file that loads no other file.
 
-It has figures in words, plots by matplotlib as SVG, and the numbers of each plot as a table. Jinja
-escapes all texts of users; plots contain none.
+The page has tables of figures, plots by matplotlib as SVG, and a table with the numbers of each
+plot. Jinja escapes all texts from users; plots have no such texts.
 """
 
 from __future__ import annotations
@@ -24,17 +24,17 @@ from packplan.core.plan import RawPlan
 from packplan.core.surface import COLOURS, Figure, Plan, draw_first_packs
 
 HEAD = "<!doctype html>\n<!-- A report by Packplan -->\n"
-"""First lines of a page, by which its file may be written again."""
+"""First lines of a page; only a file that begins with them may be overwritten by a new page."""
 
 _CLEANED = {
-    # Removed: definitions that would apply to the whole page, sizes, and fonts, since the page has
-    # its own.
+    # Removes definitions that would apply to the whole page, sizes, and fonts, since the page sets
+    # its own font.
     r'(?s)<defs>.*?</defs>| (?:width|height)="[\d.]+pt"| (?:id|clip-path|xmlns:xlink)="[^"]*"|; font-family:[^;"]*': "",
     r"font: ([\d.]+px) [^;\"]*": r"font-size: \1",
     "#010203": "currentColor",
     "#010204": "var(--line)",
 }
-"""Patterns of matplotlib's SVG, each with its replacement within a page."""
+"""Replacement in the page for each of these patterns in matplotlib's SVG."""
 
 Row = tuple[str, ...]
 
@@ -43,7 +43,7 @@ Numbers = NDArray[Any]
 
 @attrs.frozen
 class Chart:
-    """Plot, with the sentence that it shows and its numbers; the first row is their heading."""
+    """Plot with a title, a sentence and a table of its numbers; the first row is the heading."""
 
     title: str
     text: str
@@ -53,42 +53,42 @@ class Chart:
 
 @attrs.frozen(eq=False)
 class ReportedPlan:
-    """Plan in the form that the page shows."""
+    """Plan with all that the page shows about it."""
 
     name: str
     plan: RawPlan
 
     lengths: IntArray
-    """Tokens of each record; int64, shape (num_records,)."""
+    """Number of tokens in each record; int64, shape (num_records,)."""
 
     summary: PlanSummary
 
     figures: Sequence[Iterable[Figure]]
-    """Figures in groups."""
+    """Groups of figures, each shown as a block of table rows."""
 
     sources: Mapping[str, IntArray]
-    """Source -> tokens of each of its samples; at most as many as there are colours."""
+    """Number of tokens in each sample, by source; at most as many sources as there are colours."""
 
     needs: Mapping[str, int] = attrs.field(factory=dict)
-    """Packs that each way would need (`packs_by_algorithm`); empty without packing."""
+    """Number of packs that each algorithm needs (`packs_by_algorithm`); empty without packing."""
 
     drawings: Sequence[str] = ()
-    """Drawings of the first packs."""
+    """SVG drawings of the first packs."""
 
     works: tuple[Numbers, Numbers, Numbers] | None = None
     """Work of steps, as `work_of_steps` returns it; None if it is unknown."""
 
     tables: Sequence[tuple[str, Row, Sequence[Row]]] = ()
-    """Title, head and rows of each further table."""
+    """Title, heading row and other rows of each additional table."""
 
     warnings: Sequence[str] = ()
 
     def charts(self) -> Iterator[Chart]:
-        """Yield the plots about the plan."""
+        """Yield the plots of lengths, fill and pack sizes, and of work if it is known."""
         plan, summary, sources = self.plan, self.summary, self.sources
         limit, longest = plan.packing_length, max(one.max() for one in sources.values())
         edges = np.geomspace(min(one.min() for one in sources.values()), max(longest, limit) + 1, 41)
-        text = f"The longest has {longest:,} tokens; the dashed line is a pack of {limit:,}."
+        text = f"The longest sample has {longest:,} tokens; the dashed line is a pack of {limit:,}."
         yield _histogram(("Samples by length", text), "tokens", sources, edges.round(), limit=limit)
         if self.needs:
             fills = 100 * filled_tokens(plan.packs.loads(self.lengths), limit) / limit
@@ -101,7 +101,7 @@ class ReportedPlan:
             yield _histogram(("Samples of a pack", text), "samples", {"packs": sizes}, edges)
         if self.works is not None:
             edges, mean, busiest = self.works
-            text = "FLOPs of the mean rank, and how many more the busiest rank has: the other ranks wait for it."
+            text = "FLOPs of the mean rank, and how many more the busiest rank has; all others wait for that rank."
             parts = {"mean rank": mean, "more on the busiest rank": busiest - mean}
             yield _stacked_chart(("Work of each step", text), "steps", parts, edges)
 
@@ -114,7 +114,7 @@ def render_page(title: str, plans: Sequence[ReportedPlan]) -> str:
         ModuleNotFoundError: matplotlib or jinja2 is not installed.
     """
     try:
-        import matplotlib.figure  # noqa: F401  # said here once, for all plots
+        import matplotlib.figure  # noqa: F401  # checked once, for all plots
         from jinja2 import Environment, FileSystemLoader, StrictUndefined
     except ModuleNotFoundError as error:
         raise ModuleNotFoundError(
@@ -126,7 +126,9 @@ def render_page(title: str, plans: Sequence[ReportedPlan]) -> str:
 
 def write_report(plan: Plan, path: str | Path) -> None:
     """
-    Write a page about a plan of a list of lengths; a file there is replaced. See `Plan.report`.
+    Write a page about a plan that was made from a list of lengths; see `Plan.report`.
+
+    An existing file at *path* is replaced.
     """
     raw, lengths = plan.raw, plan.lengths
     needs, drawings = packs_by_algorithm(raw, lengths), draw_first_packs(raw, lengths)
@@ -145,7 +147,7 @@ def _histogram(titles: tuple[str, str], unit: str, parts: Mapping[str, Numbers],
 def _stacked_chart(
     titles: tuple[str, str], unit: str, parts: Mapping[str, Numbers], edges: Numbers, *, limit: int | None = None
 ) -> Chart:
-    """Return stacked bars of parts; if there is a *limit*, it is marked on a logarithmic axis."""
+    """Return a chart of stacked bars; a *limit* is marked by a line on a logarithmic axis."""
     from matplotlib import figure as plots
     from matplotlib import rc_context
 

@@ -1,10 +1,11 @@
 """
 Makes torchvision importable with a torch that is built for CPUs.
 
-The published torchvision is a CUDA build: beside a CPU-only torch its import fails, because the
-operators that it gives a meta implementation are not registered. Qwen-VL's processor needs only its
-pure-Python part, so declaring the two operators is enough. A matching build needs nothing.
-`packplan.adapters` installs this before anything is imported that imports torchvision.
+The published torchvision is a CUDA build. With a CPU-only torch its import fails, since it adds
+meta implementations to two operators that are not registered. Qwen-VL's processor needs only
+torchvision's pure-Python part, so declaring the two operators is enough. A torchvision that is
+built for the installed torch is not changed. `packplan.adapters` calls `install` before it imports
+any library that imports torchvision.
 """
 
 import sys
@@ -15,11 +16,11 @@ _kept_alive: list[Any] = []
 
 
 class OperatorDeclarer(MetaPathFinder):
-    """Import finder that declares operators that torchvision's library lacks."""
+    """Import finder that declares two operators of torchvision if they are not registered."""
 
     def find_spec(self, fullname: str, *_: object) -> None:
         """
-        Return None; declare the operators once, before the module that needs them is imported.
+        Declare the operators before the module that needs them is imported; always return None.
         """
         if fullname != "torchvision._meta_registrations":
             return
@@ -34,5 +35,5 @@ class OperatorDeclarer(MetaPathFinder):
 
 
 def install() -> None:
-    """Install the finder; the operators are declared when torchvision is imported."""
+    """Install the import finder; the operators are declared when torchvision is imported."""
     sys.meta_path.insert(0, OperatorDeclarer())

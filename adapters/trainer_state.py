@@ -1,7 +1,7 @@
 """
-State of a transformers trainer in a checkpoint, with a digest that is checked when it is read.
+Reads and writes a transformers trainer's state in a checkpoint, with a digest that reading checks.
 
-DeepSpeed keeps parts of the optimizer, which are checked too.
+DeepSpeed's files with parts of the optimizer are checked too.
 """
 
 import dataclasses
@@ -19,23 +19,23 @@ from packplan.core.fingerprint import json_digest
 from packplan.core.schedule import DAMAGED_STATE_REMEDY
 
 STATE = "trainer_state.json"
-"""File that the trainer writes last into a checkpoint."""
+"""Name of the file that the trainer writes last into a checkpoint."""
 
 COPY_AGAIN = "copy it again, or name another checkpoint"
 """Advice about a damaged file of a checkpoint."""
 
 _DIGEST_KEY = "packplan_sha256"
-"""Key of the state's digest in its `stateful_callbacks`."""
+"""Key of the digest in the state's `stateful_callbacks`."""
 
 
 def add_digest_on_save(state: Any) -> None:
-    """Make the `TrainerState` *state* add a digest to its file whenever it is saved."""
+    """Change the `TrainerState` *state* so that its saved file always has a digest."""
     if getattr(type(state), "save_to_json", None) is not _save_with_digest:
         state.__class__ = type(f"Sealed{type(state).__name__}", (type(state),), {"save_to_json": _save_with_digest})
 
 
 def _save_with_digest(state: Any, json_path: str) -> None:
-    """Write a state as transformers does, with its digest."""
+    """Write a state in transformers' format, with a digest of the state."""
     values = json.loads(json.dumps(dataclasses.asdict(state)))
     values["stateful_callbacks"].pop(_DIGEST_KEY, None)  # the digest of the checkpoint that was resumed
     values["stateful_callbacks"][_DIGEST_KEY] = json_digest(values)
@@ -55,7 +55,7 @@ def read_trainer_state(folder: Path) -> dict[str, Any]:
         state: dict[str, Any] = json.loads(path.read_bytes())
         digest = state["stateful_callbacks"].pop(_DIGEST_KEY, None)
     except (ValueError, KeyError, TypeError, AttributeError) as error:
-        reason = f"it is no state of a trainer ({error!r:.100}), or was being written when the run ended"
+        reason = f"it is not the state of a trainer ({error!r:.100}), or its writing was interrupted"
         raise CorruptArtefactError(str(path), reason, DAMAGED_STATE_REMEDY) from error
     ours = digest is not None or any("packplan" in name.lower() for name in state["stateful_callbacks"])
     if ours and digest != json_digest(state):
@@ -66,13 +66,12 @@ def read_trainer_state(folder: Path) -> dict[str, Any]:
 
 def require_same_step(folder: Path, state: Mapping[str, Any], step: int) -> None:
     """
-    Refuse a trainer's state whose optimizer step differs from the step in Packplan's state beside
-    it.
+    Refuse a trainer's state whose optimizer step differs from that of Packplan's resume state.
 
     Args:
         folder: Folder of the checkpoint.
         state: State of the trainer.
-        step: Optimizer step of Packplan's state.
+        step: Optimizer step of Packplan's resume state.
 
     Raises:
         CorruptArtefactError: The steps differ.
@@ -84,33 +83,35 @@ def require_same_step(folder: Path, state: Mapping[str, Any], step: int) -> None
 
 def find_other_parts(folder: Path, *, stage: int | None, num_ranks: int) -> str | None:
     """
-    Return why a run cannot load a checkpoint's optimizer, as a clause; None if it can.
+    Return why a run cannot load a checkpoint's optimizer, as part of a message; None if it can.
 
-    A file of DeepSpeed may be missing, or of another stage or number of ranks. No file is read.
+    DeepSpeed's files may be missing, or may belong to another ZeRO stage or number of ranks. Only
+    the names of files are checked, except for the short file `latest`.
 
     Args:
         folder: Folder of the checkpoint.
         stage: ZeRO stage of the run; None without DeepSpeed.
-        num_ranks: Ranks of the run.
+        num_ranks: Number of ranks in the run.
     """
     if missing := next(_yield_missing(folder), None):
         return missing
     names = " ".join(path.name for path in folder.glob("global_step*/*"))
     parts, is_third = names.count("optim_states.pt"), re.search(r"zero_pp_rank_\S+model_states.pt", names)
     then = None if not names else 3 if is_third else 2 if parts else 0
-    # Each node may have a folder of its own.
+    # Each node may have the files of its own ranks only.
     count = num_ranks if parts == int(os.environ.get("LOCAL_WORLD_SIZE", "1")) else parts
     kept, taken = _optimizer_text(then, count), _optimizer_text(stage, num_ranks)
     remedy = "resume on as many ranks, with the same settings of DeepSpeed"
-    return None if kept == taken else f"its optimizer is kept {kept}, and this run keeps it {taken}: {remedy}"
+    return None if kept == taken else f"its optimizer is stored {kept}, but this run stores it {taken}: {remedy}"
 
 
 def find_damaged_part(folder: Path, *, rank: int) -> str | None:
     """
-    Return a clause on a file of DeepSpeed that is not as it was saved; None if there is none.
+    Return a message about a DeepSpeed file that differs from what was saved; None if there is none.
 
-    Each rank reads its own files, those of *rank*. The first rank of a node also reads the files
-    that belong to all ranks. They are ZIP archives, which keep a checksum (CRC-32) of each entry.
+    Each rank reads the files of its own index *rank*. The first rank of a node also reads the files
+    that belong to all ranks. The files are ZIP archives, which have a checksum (CRC-32) of each
+    entry.
     """
     for path in sorted(folder.glob("global_step*/*.pt")):
         owner = re.search(r"zero_pp_rank_(\d+)_", path.name)
@@ -118,18 +119,18 @@ def find_damaged_part(folder: Path, *, rank: int) -> str | None:
             with suppress(Exception), ZipFile(path) as archive:  # whatever a changed byte of a header leads to
                 if archive.testzip() is None:
                     continue
-            return f"its {path.name} is damaged, or was not written to its end: {COPY_AGAIN}"
+            return f"its {path.name} is damaged, or was not completely written: {COPY_AGAIN}"
     return None
 
 
 def _yield_missing(folder: Path) -> Iterator[str]:
-    """Yield a clause on each file of DeepSpeed that is missing."""
+    """Yield a message about each DeepSpeed file that is missing."""
     files = {path.name.removeprefix("bf16_"): path for path in folder.glob("global_step*/*.pt")}
     if not files:
         return
     latest = folder / "latest"  # names the folder of these files
     if not latest.is_file() or latest.read_text().strip() not in {path.parent.name for path in files.values()}:
-        yield f"its file latest is missing, or names no folder of it: {COPY_AGAIN}"
+        yield f"its file latest is missing, or names none of its folders: {COPY_AGAIN}"
     ranks = [int(rank) for rank in re.findall(r"zero_pp_rank_(\d+)_", " ".join(files))] or [0]
     kinds = {name.partition("_mp_rank_")[2] for name in files if name.startswith("zero")}
     due = {f"zero_pp_rank_{rank}_mp_rank_{kind}" for rank in range(min(ranks), max(ranks) + 1) for kind in kinds}
@@ -139,6 +140,6 @@ def _yield_missing(folder: Path) -> Iterator[str]:
 
 
 def _optimizer_text(stage: int | None, num_ranks: int) -> str:
-    """Return the form in which an optimizer is kept under a ZeRO stage, as text."""
+    """Describe the form in which an optimizer is stored under a ZeRO stage."""
     whole = "as a whole" if stage is None else "as a whole by DeepSpeed"
     return f"in {counted(num_ranks, 'part')} by ZeRO {'3' if stage == 3 else '1 or 2'}" if stage else whole

@@ -1,4 +1,4 @@
-"""Installed versions of libraries."""
+"""Looks up the installed versions of libraries."""
 
 from functools import cache
 from importlib.metadata import PackageNotFoundError, version
@@ -9,8 +9,8 @@ def installed_version(package: str) -> str | None:
     """
     Return the version of a package, or None if it is not installed.
 
-    The result is cached: reading the metadata of a package takes about 10 ms, and a run needs the
-    same packages repeatedly.
+    The result is cached, since reading a package's metadata takes about 10 ms, and a run looks up
+    the same packages repeatedly.
     """
     try:
         return version(package)

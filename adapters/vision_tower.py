@@ -1,8 +1,8 @@
 """
-A dummy image, with which the vision tower runs on every batch, even without images.
+Makes a model's vision tower run on every batch, with a dummy image if the batch has none.
 
-Where ranks share weights or gradients, a rank that skips the tower would block the others: FSDP and
-ZeRO-3 wait for the tower's weights, and DDP and ZeRO 1 and 2 for its gradients.
+If ranks share weights or gradients, a rank that skips the tower blocks the other ranks: FSDP and
+ZeRO-3 wait for the tower's weights, DDP and ZeRO 1 and 2 for the tower's gradients.
 """
 
 from __future__ import annotations
@@ -22,18 +22,19 @@ from torch.utils._pytree import tree_leaves
 from packplan.core.errors import ArgumentError
 
 SEEING: WeakSet[nn.Module] = WeakSet()
-"""Language models before which the tower runs in each call."""
+"""Language models of those models whose vision tower runs in each call."""
 
 
 def parameter_names(function: Callable[..., Any]) -> set[str]:
-    """Return the names of a function's parameters."""
+    """Return the names of all parameters of a function."""
     return set(inspect.signature(function).parameters)
 
 
 def _language_model_attribute(part: Any) -> str | None:
     """
-    Return the attribute of *part* that holds its language model; None if *part* does not compute
-    image features.
+    Return the name of the attribute of *part* that is its language model.
+
+    If *part* does not compute image features, None is returned.
     """
     if not hasattr(part, "get_image_features"):
         return None
@@ -44,43 +45,43 @@ def _language_model_attribute(part: Any) -> str | None:
 
 @attrs.frozen(eq=False)
 class DummyImage:
-    """Image, and the part of a model that computes its features."""
+    """Image, and the part of a model that computes image features."""
 
     inner: Any
     """Module with the vision tower, the language model and `get_image_features`."""
 
     reader: str
-    """Attribute of `inner` that holds the language model."""
+    """Name of the attribute of `inner` that is the language model."""
 
     media: Mapping[str, torch.Tensor]
-    """The image, as arguments of `inner.get_image_features`."""
+    """Dummy image, in the form of the arguments of `inner.get_image_features`."""
 
     @classmethod
     def from_inputs(cls, model: nn.Module, inputs: Mapping[str, Any]) -> DummyImage | None:
         """
-        Take the image from inputs of a model; None if the model has no function for image features.
+        Build a dummy image from inputs of a model; None if no part of it computes image features.
 
         Args:
-            model: Model that takes images.
-            inputs: Inputs of the model that have an image.
+            model: Model that accepts images.
+            inputs: Inputs of the model that contain an image.
         """
         found = [(part, name) for part in model.modules() if (name := _language_model_attribute(part)) is not None]
         if not found:
             return None
-        inner: Any = found[-1][0]  # the innermost: others may call it
+        inner: Any = found[-1][0]  # the innermost part, which outer parts may call
         known = parameter_names(inner.get_image_features)
         media = {name: value for name, value in inputs.items() if name in known and isinstance(value, torch.Tensor)}
         return cls(inner, found[-1][1], media)
 
     @property
     def towers(self) -> list[str]:
-        """Names of the modules of `inner` that compute images before the language model."""
+        """Names of the modules of `inner` that process images before the language model runs."""
         heads = {id(getattr(self.inner, name, None)) for name in ("lm_head", "audio_tower")}
         return [name for name, part in self.inner.named_children() if name != self.reader and id(part) not in heads]
 
     def zero_through_tower(self, device: torch.device) -> torch.Tensor:
         """Return a zero whose gradient reaches all weights that compute image features."""
-        # ms-swift creates them in inference mode: gradients need a copy.
+        # ms-swift creates these tensors in inference mode, and gradients need a copy.
         given = {key: value.to(device).clone() for key, value in self.media.items()}
         features = dict(self.inner.get_image_features(**given))
         if "pooler_output" in features:  # ZeRO 3 compares which outputs ranks use, and models use this one
@@ -104,12 +105,13 @@ class DummyImage:
 
     def ensure_tower_runs(self, *, passes: int = 1) -> None:
         """
-        Hook the model so that the tower runs at least *passes* times on every batch.
+        Add hooks to the model so that the tower runs at least *passes* times on every batch.
 
-        The dummy image is added if needed; results do not change.
+        The hooks add passes with the dummy image if needed, which do not change results.
 
-        Several passes are needed if ranks synchronise in each pass, and images and videos take one
-        each. ms-swift does so itself for some models and engines; then nothing is added.
+        Two passes are needed if ranks synchronise in each pass, and the tower runs once for images
+        and again for videos. For some models and engines, ms-swift adds a dummy image itself; then
+        the hooks add no pass.
         """
         passes_run = Counter[str]()
 
@@ -119,7 +121,7 @@ class DummyImage:
         def add_dummy(
             __: nn.Module, positional: tuple[Any, ...], named: dict[str, Any]
         ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-            # A token that is generated behind cached ones has no image on any rank.
+            # Generation with cached tokens processes no image on any rank.
             cached = named.get("past_key_values")
             missing = 0 if cached is not None and cached.get_seq_length() else passes
             for _ in range(missing - max(passes_run.values(), default=0)):
@@ -131,16 +133,17 @@ class DummyImage:
         for name in self.towers:
             self.inner.get_submodule(name).register_forward_hook(partial(count_pass, name))
         reader = self.inner.get_submodule(self.reader)
-        # Before hooks that gather the language model's weights: all ranks then gather in one order.
+        # Runs before hooks that gather the language model's weights, so that all ranks gather
+        # weights in the same order.
         reader.register_forward_pre_hook(add_dummy, prepend=True, with_kwargs=True)
         SEEING.add(reader)
 
 
 def count_tower_runs(model: nn.Module, given: Mapping[str, Any]) -> int:
     """
-    Return the number of times that a call runs the vision tower for its images and videos.
+    Return how often a call runs the vision tower for its images and videos.
 
-    It is 0 for a model that runs the tower equally often in every call.
+    The result is 0 for a model whose tower runs equally often in every call.
 
     Args:
         model: Model that is called.
@@ -153,17 +156,18 @@ def count_tower_runs(model: nn.Module, given: Mapping[str, Any]) -> int:
 
 def ensure_vision_forward(model: nn.Module, inputs: Mapping[str, Any]) -> None:
     """
-    Make a model's vision tower run in every call, which is needed where ranks share its weights. A
-    call without images, or without videos, computes a small part of an image of *inputs* and
-    multiplies it by 0, so no result changes. Call it on all ranks, on a model that is wrapped
-    already.
+    Make a model's vision tower run in every call, which is needed if ranks share its weights.
+
+    A call without images, or without videos, computes a small part of an image of *inputs* and
+    multiplies the result by 0, so no output changes. Every rank has to call this function, after
+    the model is wrapped.
 
     Args:
-        model: Model of transformers that takes images.
-        inputs: Inputs of the model that have an image or a video, as its collator makes them.
+        model: Model of transformers that accepts images.
+        inputs: Inputs of the model that contain an image or a video, as its collator makes them.
 
     Raises:
-        ArgumentError: The model computes no image of these inputs.
+        ArgumentError: The model computes no image features from these inputs.
     """
     images = {name.replace("_videos", "").replace("video_", "image_"): one for name, one in inputs.items()}
     dummy = DummyImage.from_inputs(model, images | dict(inputs))
@@ -174,5 +178,5 @@ def ensure_vision_forward(model: nn.Module, inputs: Mapping[str, Any]) -> None:
     if side and "image_grid_thw" in dummy.media:
         patches, grid = dummy.media["pixel_values"][: side**2], torch.tensor([[1, side, side]])
         dummy = attrs.evolve(dummy, media={"pixel_values": patches, "image_grid_thw": grid})
-    # Ranks meet in each pass: one for images, one for videos.
+    # Ranks synchronise in each pass, and there is one for images and one for videos.
     dummy.ensure_tower_runs(passes=1 + hasattr(dummy.inner, "get_video_features"))

@@ -110,7 +110,7 @@ def test_weights_that_are_cut_off_are_named_before_anything_is_measured(  # noqa
     assert 2 == packplan.main([*command.split(), str(path), f"model.model={weights.parent}"])
 
     said = capfd.readouterr().err
-    assert f"model.model needs {weights}, which is truncated, or is not a file of weights " in " ".join(said.split())
+    assert f"model.model needs {weights}, which is truncated, or is not a weight file " in " ".join(said.split())
     assert "Traceback" not in said
     assert not (tmp_path / "run").exists()
 

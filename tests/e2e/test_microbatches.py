@@ -170,8 +170,8 @@ NO_DIMS = (
         (FIELDS, {"lengths": []}, "has 2 entries, but the batch has 0 sequences"),
         (FIELDS, {"lengths": None}, "give lengths=…, or the field input_lengths"),
         ({**FIELDS, "input_lengths": [1, 2]}, {"lengths": [2, 2]}, "lengths differ from the field input_lengths"),
-        *((FIELDS, {"pad_values": {name: 1}}, f"pad_values names {name}") for name in ("gone", "texts")),
-        *((FIELDS, {"pad_values": {"input_ids": pad}}, "which int64 cannot hold") for pad in (0.5, "x")),
+        *((FIELDS, {"pad_values": {name: 1}}, f"pad_values has {name}") for name in ("gone", "texts")),
+        *((FIELDS, {"pad_values": {"input_ids": pad}}, "which int64 cannot represent") for pad in (0.5, "x")),
         *((FIELDS, {"sequence_dims": {name: dim}}, f"dimension {dim} of {name} is not as long")
           for name, dim in NO_DIMS),
     ],
@@ -200,9 +200,9 @@ EMPTY = BATCH.select([])
         (lambda: BATCH.truncate(-1), "width is -1, but has to be"),
         *((lambda num=num: padded_microbatch(BATCH).unpacked(torch.ones(num)), rf"\({num},\), but the microbatch has 8")
           for num in (7, 9)),
-        *((lambda length=length: pack_row(EMPTY, multiple=2, row_length=length), "no sequence, so there is no row")
+        *((lambda length=length: pack_row(EMPTY, multiple=2, row_length=length), "no sequences, so no row")
           for length in (None, 8)),
-        (lambda: concatenate([]), "no batch to concatenate"),
+        (lambda: concatenate([]), "batches is empty"),
     ],
 )  # fmt: skip
 def test_what_a_batch_cannot_be_asked_for_is_refused(ask, says):
@@ -281,7 +281,8 @@ def test_no_field_is_lost_where_batches_become_one():
         first, last = (BatchedData.from_fields(fields, lengths=[1, 2]) for fields in (one, other))
         for batches, (here, there) in (([first, first, last], kinds), ([last, last, first], kinds[::-1])):
             says = (
-                f"batch 2 has other fields than batch 0: {name} is {there}, in batch 0 {here}: give all the same fields"
+                f"batch 2 has other fields than batch 0: {name} is {there}, in batch 0 {here}: "
+                "give all batches the same fields"
             )
             with pytest.raises(ArgumentError, match=re.escape(says)):
                 concatenate(batches)

@@ -563,7 +563,7 @@ def test_a_configuration_of_more_layers_than_the_weights_have_is_refused(changed
     (tmp_path / "model" / "config.json").write_text(
         (tmp_path / "model" / "config.json").read_text().replace("1e-06", "1e-05")
     )
-    with pytest.raises(ConfigError, match=r"model\.safetensors, which is truncated, or is not a file of weights"):
+    with pytest.raises(ConfigError, match=r"model\.safetensors, which is truncated, or is not a weight file"):
         require_packing_model(config)
 
 

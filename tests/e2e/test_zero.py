@@ -227,7 +227,7 @@ def test_reinforcement_learning_resumes_with_its_own_parts_alone(ran):
     """Bit for bit; other parts, and settings of DeepSpeed that contradict others, are refused."""
     log = (ran("").folder / "rank0.log").read_text()
     for name, says in {
-        "rl-two-of-three": "grpo.resume_from_checkpoint is .*, but its optimizer is kept in 2 parts by ZeRO 3, and",
+        "rl-two-of-three": "grpo.resume_from_checkpoint is .*, but its optimizer is stored in 2 parts by ZeRO 3, but",
         "rl-unlike": "grpo is refused by TRL: ds gradient_clipping=2.0 vs hf max_grad_norm=1.0",
     }.items():
         assert ["2", "2"] == [(ran(name).folder / f"status{rank}").read_text() for rank in range(2)]
@@ -260,10 +260,10 @@ def test_other_parts_of_an_optimizer_are_refused_before_anything_is_loaded(ran):
 
     assert ["2", "2"] == [(ran("two-of-three").folder / f"status{rank}").read_text() for rank in range(2)]
     assert re.search(
-        r"checkpoint-2, but its optimizer is kept in 2 parts by ZeRO 3, and .* parts by ZeRO 1 or 2: ", log
+        r"checkpoint-2, but its optimizer is stored in 2 parts by ZeRO 3, but .* parts by ZeRO 1 or 2: ", log
     )
     for stage, says in (
-        (3, "2 parts by ZeRO 3, and this run keeps it in 1 part by ZeRO 3"),
+        (3, "2 parts by ZeRO 3, but this run stores it in 1 part by ZeRO 3"),
         (None, "it as a whole: "),
     ):
         keys = asked["training"] | {"deepspeed": stage and settings(stage)}
@@ -293,13 +293,13 @@ def test_a_file_of_deepspeed_that_is_missing_or_changed_is_found(name, ran, tmp_
     for path in files:
         held = path.read_bytes()
         path.unlink()
-        assert re.match(rf"its (file )?{path.name} is missing|its optimizer is kept in 1 part by ZeRO 1 or 2",
+        assert re.match(rf"its (file )?{path.name} is missing|its optimizer is stored in 1 part by ZeRO 1 or 2",
                         find_other_parts(folder, **given))  # fmt: skip
         for change in (lambda path: path.write_bytes(held[: len(held) // 2]), change_a_byte):  # noqa: B023
             path.write_bytes(held)
             change(path)
             if path.name == "latest":
-                assert "names no folder" in find_other_parts(folder, **given)
+                assert "names none of its folders" in find_other_parts(folder, **given)
             else:
                 (fact,) = damaged()
                 assert fact.startswith(f"its {path.name} is damaged, or was not written to its end: ")

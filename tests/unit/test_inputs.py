@@ -30,7 +30,7 @@ def test_all_that_is_missing_is_named_at_once(run_of, tmp_path):
         require_inputs(run_of(model="gone"))
 
     assert [
-        "model.model is gone, which is not a folder with a config.json that names a model_type: name one that is",
+        "model.model is gone, which is not a folder with a config.json that has a model_type: name such a folder",
         f"custom.train_jsonl cannot be used, since a.jsonl {GONE}",
         f"custom.train_jsonl cannot be used, since b.jsonl {GONE}",
         f"custom.val_jsonl cannot be used, since {tmp_path}/*.csv matches no file: name existing data files",

@@ -94,15 +94,15 @@ def test_a_file_cut_off_anywhere_is_named_and_whole_ones_and_none_are_not(faults
     assert [] == faults_of(files)
     for size in range(len(files[torn]) if torn else 0):
         (fault,) = faults_of({**files, torn: files[torn][:size]})
-        assert fault.startswith(f"model.model needs {torn}, which is truncated, or is not a file of weights")
+        assert fault.startswith(f"model.model needs {torn}, which is truncated, or is not a weight file")
         assert fault.endswith(": copy or download it again")
 
 
 @pytest.mark.parametrize(
     ("files", "says"),
     [
-        ({_WHOLE: ONE[_WHOLE] + b"more"}, f"{_WHOLE}, which is truncated, or is not a file of weights"),
-        ({_WHOLE: struct.pack("<Q", 10) + b'{"w": [1]}'}, f"{_WHOLE}, which is truncated, or is not a file of weights"),
+        ({_WHOLE: ONE[_WHOLE] + b"more"}, f"{_WHOLE}, which is truncated, or is not a weight file"),
+        ({_WHOLE: struct.pack("<Q", 10) + b'{"w": [1]}'}, f"{_WHOLE}, which is truncated, or is not a weight file"),
         ({_WHOLE: b"version https://git-lfs.github.com/spec/v1\n"}, f"{_WHOLE}, which is a pointer of git-lfs: "),
         ({**SHARDED, _INDEX: index()[:40]}, f"{_INDEX}, which cannot be read ("),
         (
@@ -110,7 +110,7 @@ def test_a_file_cut_off_anywhere_is_named_and_whole_ones_and_none_are_not(faults
             f"{_INDEX}, which is not an index of weights",
         ),
         ({_INDEX: index()}, f"model-00001-of-00002.safetensors, which is missing, although {_INDEX} names it: copy"),
-        ({"pytorch_model.bin": archive()[:-30]}, "pytorch_model.bin, which is truncated, or is not a file of weights"),
+        ({"pytorch_model.bin": archive()[:-30]}, "pytorch_model.bin, which is truncated, or is not a weight file"),
         ({**BINS, "pytorch_model-00002-of-00002.bin": b"PK"}, "pytorch_model-00002-of-00002.bin, which is truncated"),
     ],
 )
@@ -127,5 +127,5 @@ def test_a_folder_of_adapters_alone_is_no_model(tmp_path, faults_of):
     (tmp_path / "model" / "config.json").unlink()
     (tmp_path / "model" / "adapter_config.json").write_text("{}")
 
-    with pytest.raises(ConfigError, match="holds adapters"):
+    with pytest.raises(ConfigError, match="has adapters"):
         require_inputs(read_config(tmp_path / "run.yaml"))
