@@ -1,11 +1,13 @@
 """
-Patterns: numbers of samples of each length in a bin; and packings as numbers of bins by pattern.
+Patterns (how many samples of each length a bin contains), and fillings (how many bins each pattern
+has).
 
-`guided` fills bins in the proportions of a linear program, and `search` improves such a filling.
-`relaxation` bounds the number of packs from below by a linear program over all lengths.
+`guided` fills bins in the proportions that a linear program computes, and `search` improves such a
+filling. `relaxation` computes a lower bound on the number of packs by a linear program over all
+lengths.
 
-Searches are limited by steps of about a third of a microsecond, and never by the clock: their
-results are the same on every machine.
+Searches are limited by a number of steps (of about a third of a microsecond) and never by time, so
+their results are the same on every machine.
 """
 
 from collections.abc import Iterator
@@ -15,10 +17,10 @@ from math import inf
 from packplan.core.length_counts import PackingTrace
 
 Pattern = dict[int, int]
-"""Index of a length in `LengthCounts` -> samples of it in one bin."""
+"""Index of a length in `LengthCounts` -> number of samples of this length in one bin."""
 
 Filling = list[tuple[Pattern, int]]
-"""Patterns and the number of bins of each. Together they hold every sample once."""
+"""Patterns, each with its number of bins. Together, the bins contain every sample once."""
 
 
 PatternKey = tuple[tuple[int, int], ...]
@@ -46,25 +48,28 @@ def to_trace(filling: Filling) -> PackingTrace:
 
 
 class SpentError(Exception):
-    """A search would exceed its limit of steps."""
+    """A search would need more steps than its limit allows."""
 
 
 class Effort:
-    """Limit of steps for all parts of a search."""
+    """Number of steps that all parts of a search may still take."""
 
     def __init__(self, limit: float = inf) -> None:
         """Allow *limit* steps; unlimited by default."""
         self.left = limit
 
     def spend(self, steps: int) -> None:
-        """Count *steps* that are about to be taken; SpentError if fewer are left."""
+        """Subtract *steps* before they are taken; SpentError if fewer steps are left."""
         if steps > self.left:
             raise SpentError
         self.left -= steps
 
     @contextmanager
     def lend(self, most: float) -> Iterator["Effort"]:
-        """Lend up to *most* steps to a `with` block; unused steps come back at its end."""
+        """
+        Lend up to *most* steps to a `with` block. Unused steps are returned at the end of the
+        block.
+        """
         steps = int(min(most, self.left))
         self.spend(steps)
         own = Effort(steps)

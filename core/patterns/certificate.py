@@ -1,5 +1,6 @@
 """
-Upper and lower bounds on the number of packs, cheapest first, until they meet.
+Upper and lower bounds on the number of packs, computed from cheap to expensive until they are
+equal.
 """
 
 from collections.abc import Callable
@@ -16,19 +17,23 @@ from packplan.core.patterns.relaxation import MAX_CAPACITY, MAX_SIZES, tighten_b
 from packplan.core.patterns.search import CLOSE, default_effort, find_filling
 
 MAX_PARTS = 100
-"""Largest number of parts of the capacity to which dual-feasible functions round lengths."""
+"""
+Maximum number of parts into which a dual-feasible function divides the capacity to round lengths.
+"""
 
 MAX_UNITS = 256
-"""Lengths whose multiples others are rounded to, before those beside the best are tried."""
+"""
+Number of rounding units that are tried first. Then the units next to the best of them are tried.
+"""
 
 
 _EFFORTS = 3
-"""Multiple of the effort of `auto` that an unlimited search spends before the linear relaxation."""
+"""Multiple of the effort of `auto` that a search may spend before the linear relaxation."""
 
 _STEPS_OF_A_GAP = 250_000_000
 """
-Steps of linear programs for each 0.1 % of the packs that they may save, about half a minute. A gap
-of less than 0.1 % gets as many.
+Maximum steps of linear programs per 0.1 % of the packs that they may save, about half a minute. A
+gap below 0.1 % gets as many steps.
 """
 
 
@@ -37,17 +42,17 @@ def find_quick_bound(tally: LengthCounts, *, capacity: int, known: int | None = 
     Return the best of the L2 bound and the bounds of dual-feasible functions.
 
     L2 (Martello and Toth, "Lower bounds and reduction procedures for the bin packing problem",
-    1990): take a threshold K up to half the capacity. Samples above `capacity - K` need a pack
-    each. Samples above half the capacity need one each and leave room. If the samples from K up to
-    half exceed this room, they need further packs. The functions u(k) of Fekete and Schepers ("New
-    classes of fast lower bounds for bin packing problems", 2001) round lengths to k-ths of the
-    capacity such that no pack holds more than k of them.
+    1990) uses a threshold K of at most half the capacity. Samples above `capacity - K` need a pack
+    each. Other samples above half the capacity need a pack each too, but leave room in it. If the
+    samples from K to half the capacity exceed this room, they need further packs. The functions
+    u(k) of Fekete and Schepers ("New classes of fast lower bounds for bin packing problems", 2001)
+    round lengths to k-ths of the capacity, so that no pack contains more than k parts.
 
     Args:
         tally: Lengths from 1 to *capacity*.
-        capacity: Tokens a pack may hold.
-        known: Number of packs of a known packing. Within one in 1,000 of it, no function that
-            rounds to multiples of a length is tried.
+        capacity: Maximum number of tokens in a pack.
+        known: Number of packs of a known packing. If the bound is within 0.1 % of it, functions
+            that round to multiples of a length are skipped.
 
     >>> find_quick_bound(LengthCounts([8, 7, 5], [1, 1, 1]), capacity=11)  # by L2 alone
     3
@@ -56,8 +61,8 @@ def find_quick_bound(tally: LengthCounts, *, capacity: int, known: int | None = 
         return 0
     sizes = np.array(tally.sizes[::-1], dtype=np.int64)
     counts = np.array(tally.counts[::-1], dtype=np.int64)
-    # Products reach number of samples * capacity * parts. Beyond 64 bits, Python's own integers
-    # take over.
+    # Products reach number of samples * capacity * parts. Python integers replace 64-bit integers
+    # where these would overflow.
     if sum(tally.counts) * capacity * (MAX_PARTS + 1) >= 2**63:
         sizes, counts = sizes.astype(object), counts.astype(object)
     bound = max(_l2_bound(sizes, counts, capacity), _dual_feasible_bound(sizes, counts, capacity))
@@ -66,13 +71,13 @@ def find_quick_bound(tally: LengthCounts, *, capacity: int, known: int | None = 
 
 
 def _l2_bound(sizes: IntArray, counts: IntArray, capacity: int) -> int:
-    """Return Martello and Toth's bound L2; *sizes* ascend."""
+    """Return Martello and Toth's bound L2; *sizes* have to ascend."""
     samples = np.concatenate([[0], np.cumsum(counts)])
     tokens = np.concatenate([[0], np.cumsum(counts * sizes)])
     halves = int(np.searchsorted(sizes, capacity // 2, side="right"))
     thresholds = np.concatenate([[0], sizes[:halves]])
-    # Sizes below `small` are below K, those up to `halves` are at most half, those up to `large`
-    # leave room for K.
+    # Sizes before `small` are below K, sizes before `halves` are at most half the capacity, and
+    # sizes before `large` leave room for K.
     small = np.searchsorted(sizes, thresholds, side="left")
     large = np.maximum(np.searchsorted(sizes, capacity - thresholds, side="right"), halves)
     room = (samples[large] - samples[halves]) * capacity - (tokens[large] - tokens[halves])
@@ -81,12 +86,12 @@ def _l2_bound(sizes: IntArray, counts: IntArray, capacity: int) -> int:
 
 
 def _dual_feasible_bound(sizes: IntArray, counts: IntArray, capacity: int) -> int:
-    """Return the best bound of the functions u(1) … u(MAX_PARTS)."""
+    """Return the highest bound of the functions u(1) … u(MAX_PARTS)."""
     best = 0
     for parts in range(1, MAX_PARTS + 1):
         scaled = sizes * (parts + 1)
         whole = scaled // capacity
-        # A length on the boundary keeps its share of the capacity. The others are rounded down to
+        # A length on a boundary keeps its share of the capacity. Other lengths are rounded down to
         # whole parts.
         value = np.where(scaled == whole * capacity, sizes * parts, whole * capacity)
         best = max(best, -(-int((value * counts).sum()) // (capacity * parts)))
@@ -95,9 +100,10 @@ def _dual_feasible_bound(sizes: IntArray, counts: IntArray, capacity: int) -> in
 
 def _rounding_bound(sizes: IntArray, counts: IntArray, capacity: int) -> int:
     """
-    Return the best bound of dual-feasible functions that round to multiples of a length, or of the
-    room beside one: lengths up to half the capacity, and the room beside longer ones (Carlier,
-    Clautiaux and Moukrim, 2007). It is tight where lengths are multiples of a tile and a little.
+    Return the highest bound of dual-feasible functions that round to multiples of a unit (Carlier,
+    Clautiaux and Moukrim, 2007). Units are the lengths up to half the capacity, and the room that
+    longer samples leave. The bound is tight if lengths are slightly above multiples of one number,
+    as image tiles make them.
     """
     is_large, is_half = sizes * 2 > capacity, sizes * 2 == capacity
     units = np.unique(np.concatenate([sizes[~is_large], (capacity - sizes)[is_large]]))
@@ -117,31 +123,32 @@ def _rounding_bound(sizes: IntArray, counts: IntArray, capacity: int) -> int:
 
 BoundKind = Literal["quick", "relaxation", "reached"]
 """
-Kind of a lower bound. `quick`: the best of L2 and dual-feasible functions. `relaxation`: the
-linear relaxation over patterns, where it is higher. `reached`: a packing has this number of packs,
-so both are optimal.
+Kind of a lower bound. `quick`: the highest of L2 and dual-feasible functions. `relaxation`: the
+linear relaxation over patterns, if its bound is higher. `reached`: a packing has exactly this
+number of packs, so both the bound and the packing are optimal.
 """
 
 
 @attrs.frozen
 class Certificate:
-    """Lower bound of a packing problem, and the packing that the search found."""
+    """Lower bound on the number of packs, and the packing that the search found."""
 
     bound: int
-    """Number of packs that no packing can go below."""
+    """Proven number of packs: no packing has fewer."""
 
     filling: Filling | None
-    """Best packing over patterns; None without a search."""
+    """Best packing that the search found; None without a search."""
 
     patterns: list[Pattern]
-    """Patterns of the linear relaxation; empty if the bounds met without it."""
+    """Patterns of the linear relaxation; empty if the relaxation was not needed."""
 
     kind: BoundKind
 
 
 def effort_of_gap(packs: int, bound: int) -> Effort:
     """
-    Return the effort of linear programs in proportion to the share of *packs* that they may save.
+    Return the maximum effort of linear programs, in proportion to the share of *packs* that they
+    may save.
     """
     return Effort(_STEPS_OF_A_GAP * max(1, CLOSE * (packs - bound) / bound))
 
@@ -150,13 +157,14 @@ def certify(
     tally: LengthCounts, *, capacity: int, known: int, effort: Effort, report: Callable[[str], None] = lambda _: None
 ) -> Certificate:
     """
-    Return a lower bound on the number of packs, and a packing if a search made one.
+    Return a lower bound on the number of packs, and the packing of the search if there was one.
 
     Args:
-        tally: Lengths from 1 to *capacity*, counts >= 1, at least one; see `to_lowest_terms`.
-        capacity: Tokens a pack may hold.
+        tally: Lengths from 1 to *capacity*, counts >= 1, at least one length; see
+            `to_lowest_terms`.
+        capacity: Maximum number of tokens in a pack.
         known: Number of packs of a known packing.
-        effort: Limit of the search beyond the quick bounds. Linear programs take no more than
+        effort: Limit of the search after the quick bounds. Linear programs are also limited by
             `effort_of_gap`.
         report: Called with a progress message.
     """
@@ -182,7 +190,7 @@ def to_lowest_terms(tally: LengthCounts, *, capacity: int) -> tuple[LengthCounts
     """
     Divide lengths and capacity by the greatest common divisor of the lengths.
 
-    The packings stay the same.
+    The possible packings stay the same.
     """
     unit = gcd(*tally.sizes) or 1
     return LengthCounts([size // unit for size in tally.sizes], tally.counts), capacity // unit

@@ -1,16 +1,16 @@
 """
-Guided filling: bins in the proportions that a linear program over few length groups gives.
+Guided filling: packing bins in the proportions that a small linear program computes.
 
-Where a pack holds two to six samples, filling bins one by one uses up the lengths that would have
-made the last bins full. The linear program over patterns (Gilmore and Gomory, "A linear programming
-approach to the cutting-stock problem", 1961) says how often each pattern is needed. Neighbouring
-lengths form groups, each as long as its longest, so that the program stays small. Most bins of the
+If packs contain two to six samples, filling bins one by one uses up the lengths that would make the
+last bins full. The linear program over patterns (Gilmore and Gomory, "A linear programming approach
+to the cutting-stock problem", 1961) computes how often each pattern is needed. Neighbouring lengths
+form a group that counts as its longest length, so that the program stays small. Most bins of the
 program are then filled with real samples. The last sample of a bin may be longer than planned. The
-program is solved again for the remaining samples, in finer groups, until none is left.
+program is solved again for the remaining samples, in finer groups, until no sample is left.
 
 The program is solved by the revised simplex method with an explicit inverse. Floats are only added,
-multiplied and divided element by element, and never summed by a library. IEEE 754 fixes each
-result, so the packs are the same on every machine. Prices of a pattern are whole numbers.
+multiplied and divided element by element, and never summed by a library. IEEE 754 defines each
+result exactly, so the packs are the same on every machine. Prices of patterns are integers.
 """
 
 from bisect import bisect_left, bisect_right
@@ -28,20 +28,25 @@ from packplan.core.patterns import Effort, Filling, Pattern, SpentError
 from packplan.core.patterns.relaxation import solve_knapsack
 
 _FIRST_SHARE, _SHARE = 0.8, 0.5
-"""Least share of a program's bins that are filled: of the first program, and of the others."""
+"""
+Minimum share of a program's bins that are filled: for the first program, and for all later
+programs.
+"""
 
 _CLOSE = 0.005
-"""A program is solved if its bins are within this share of its bound."""
+"""
+Relative gap at which a program counts as solved: its number of bins is this close to its bound.
+"""
 
 _LEAST_GAIN = 0.003
-"""Bins that one use of a pattern has to save to enter a program."""
+"""Minimum number of bins that one use of a pattern has to save before it enters a program."""
 
 _SCALE, _SMOOTHING, _TINY = 1 << 40, 0.8, 1e-9
 
 _STEPS_OF_A_PROGRAM, _STEPS_OF_A_BIN, _STEPS_OF_A_COLUMN, _STEPS_OF_A_PIVOT = 20_000, 50, 10, 150
 """
-Steps to group sizes, to fill bins of one kind, to compare a column of a program with its prices,
-and to enter one.
+Steps that four operations count: grouping sizes, filling bins of one kind, pricing a column of a
+program, and entering a column.
 """
 
 
@@ -51,9 +56,10 @@ def fill_guided(tally: LengthCounts, *, capacity: int, num_groups: int, effort: 
 
     Args:
         tally: Lengths from 1 to *capacity*; counts may be 0.
-        capacity: Tokens a bin may hold.
-        num_groups: Groups of lengths in a program, at most.
-        effort: Limit of the programs, not infinite. First fit packs the samples that are then left.
+        capacity: Maximum number of tokens in a bin.
+        num_groups: Maximum number of length groups in a program.
+        effort: Finite limit of steps for the programs. First fit packs the samples that are left at
+            the limit.
     """
     bins = _BinFiller(tally, capacity)
     share = _FIRST_SHARE
@@ -81,9 +87,9 @@ def fill_slots(tally: LengthCounts, *, capacity: int, bins: Iterable[tuple[list[
 
     Args:
         tally: Lengths from 1 to *capacity*, counts >= 1.
-        capacity: Tokens a bin may hold.
-        bins: Slots of a bin, each a number of tokens, and its number of bins. Together they have a
-            slot for each sample that is at least as long.
+        capacity: Maximum number of tokens in a bin.
+        bins: Kinds of bins: the tokens of each slot, and the number of bins. All slots together can
+            hold all samples, one sample in a slot.
     """
     filler = _BinFiller(tally, capacity)
     for slots, num in bins:
@@ -92,7 +98,10 @@ def fill_slots(tally: LengthCounts, *, capacity: int, bins: Iterable[tuple[list[
 
 
 class _BinFiller:
-    """Bins filled with real samples by the slots of a program, and the samples left."""
+    """
+    Bins that are filled with real samples following the slots of a program, and the samples that
+    are left.
+    """
 
     def __init__(self, tally: LengthCounts, capacity: int) -> None:
         self.alive = [index for index, count in enumerate(tally.counts) if count]
@@ -102,8 +111,8 @@ class _BinFiller:
 
     def fill(self, slots: list[int], num: int, effort: Effort) -> None:
         """
-        Fill up to *num* bins. Each slot, a number of tokens, takes the longest sample of at most as
-        many. The last slot takes the longest sample that fits.
+        Fill up to *num* bins. Each slot gets the longest remaining sample of at most the slot's
+        tokens. The last slot gets the longest sample that fits into the bin.
         """
         while num and self.alive:
             effort.spend(_STEPS_OF_A_BIN)
@@ -125,7 +134,10 @@ class _BinFiller:
             num -= alike
 
     def _find_longest_index(self, most: int, pattern: Pattern) -> int | None:
-        """Return the index of the longest size up to *most* with a sample left out of *pattern*."""
+        """
+        Return the index of the longest size up to *most* that has samples left beside those in
+        *pattern*.
+        """
         place = bisect_left(self.alive, bisect_left(self._negated, -most))
         while place < len(self.alive) and pattern.get(self.alive[place], 0) == self.left[self.alive[place]]:
             place += 1
@@ -135,7 +147,8 @@ class _BinFiller:
 def _group_sizes(sizes: list[int], counts: list[int], num_groups: int) -> tuple[list[int], IntArray]:
     """
     Return the longest length and the number of samples of each group of neighbouring sizes. Groups
-    are as fine as *num_groups* allows: each loses few tokens if all count as its longest.
+    are as fine as *num_groups* allows: counting all samples as their group's longest adds few
+    tokens.
     """
     samples: list[int] = [0, *accumulate(counts)]
     tokens: list[int] = [0, *accumulate(size * count for size, count in zip(sizes, counts, strict=True))]
@@ -163,8 +176,8 @@ def _group_sizes(sizes: list[int], counts: list[int], num_groups: int) -> tuple[
 
 def _solve_program(longest: list[int], counts: IntArray, capacity: int, effort: Effort) -> list[tuple[Pattern, float]]:
     """
-    Return patterns of groups, each with a number of bins. They have a place for every sample, in
-    about the fewest bins that half of the effort finds.
+    Return patterns of groups, each with a number of bins. The bins have a place for every sample.
+    Half of the effort may be spent to find few bins.
     """
     effort.spend(_STEPS_OF_A_PROGRAM)
     program = _Program(np.array(longest), counts, capacity)
@@ -178,13 +191,15 @@ def _solve_program(longest: list[int], counts: IntArray, capacity: int, effort: 
 
 
 class _Program:
-    """Linear program over patterns: fewest fractional bins with a place for all samples."""
+    """
+    Linear program over patterns: the fewest fractional bins that have a place for all samples.
+    """
 
     def __init__(self, sizes: IntArray, counts: IntArray, capacity: int) -> None:
         self._sizes, self._counts, self._capacity = sizes, counts, capacity
         per_bin = capacity // sizes
         self.columns: list[Pattern] = [{group: num} for group, num in enumerate(per_bin.tolist())]
-        """Patterns of the basis; an empty one stands for places that pass to the next group."""
+        """Patterns of the basis; an empty pattern stands for places that shorter samples use."""
         self.uses = counts / per_bin
         self._costs = np.ones(sizes.size)
         self._prices = 1 / per_bin
@@ -195,7 +210,7 @@ class _Program:
         Add patterns to the basis until its number of bins is within `_CLOSE` of the bound.
 
         Raises:
-            SpentError: The effort ends before.
+            SpentError: The limit of steps is reached before that.
         """
         centre, bound, smoothing = self._sizes / self._capacity, 0.0, _SMOOTHING
         passes = sum(per_bin.bit_length() + 2 for per_bin in (self._capacity // self._sizes).tolist())
@@ -215,14 +230,14 @@ class _Program:
             smoothing = _SMOOTHING if any(entered) else 0.0
 
     def _replace_by_shorter(self, effort: Effort) -> None:
-        """Let shorter samples take the places of longer ones in patterns where that saves bins."""
+        """Let shorter samples use the places of longer samples in patterns if this saves bins."""
         prices = [*self._prices.tolist(), 0.0]
         for group in range(self._sizes.size):
             if prices[group] < prices[group + 1] - _TINY:
                 self._enter_column({group: -1, group + 1: 1}, 0, effort)
 
     def _enter_column(self, column: Pattern, cost: int, effort: Effort) -> bool:
-        """Put a column into the basis if it saves bins; return whether it does."""
+        """Enter a column into the basis if it saves bins; return whether it was entered."""
         entries = [(group, num) for group, num in column.items() if group < self._sizes.size]
         effort.spend(_STEPS_OF_A_COLUMN + sum(column.values()))
         gain = -float(cost)

@@ -1,15 +1,15 @@
 """
 The linear relaxation of packing over patterns, solved by column generation.
 
-The relaxation is the number of packs if patterns may be used in fractions (Gilmore and Gomory, "A
-linear programming approach to the cutting-stock problem", 1961, 1963). HiGHS solves the master
-program through scipy. New patterns come from a knapsack over the dual values. Two known methods
-speed up convergence. A sample may take the place of a longer one (the dual cuts of Valério de
-Carvalho, 2005). Knapsacks are solved for values between the best dual values so far and the current
-ones (the smoothing of Wentges, 1997). Dual values start at each length's share of the capacity.
+The relaxation allows fractional uses of patterns (Gilmore and Gomory, "A linear programming
+approach to the cutting-stock problem", 1961, 1963). HiGHS solves the master program through scipy.
+A knapsack problem over the dual values finds new patterns. Two known methods speed up convergence.
+A sample may use the place of a longer one (the dual cuts of Valério de Carvalho, 2005). Knapsacks
+are solved for values between the best dual values so far and the current dual values (the smoothing
+of Wentges, 1997). Dual values start at each length's share of the capacity.
 
-The bound never depends on floating point. Dual values are rounded to integers, and the knapsack is
-solved exactly over them. Farley's bound (1990) is then a quotient of integers.
+The bound is exact in spite of floating point. Dual values are rounded to integers, for which the
+knapsack is solved exactly. Farley's bound (1990) is then a quotient of integers.
 """
 
 from collections.abc import Callable, Collection, Iterator
@@ -25,14 +25,14 @@ from packplan.core.lengths import IntArray
 from packplan.core.patterns import Effort, Filling, Pattern, PatternKey, SpentError, pattern_key
 
 MAX_ROUNDS = 30
-"""Limit of master programs. Each gives a valid bound."""
+"""Maximum number of master programs. Each of them gives a valid bound."""
 
 MAX_NEW_PATTERNS = 1_000
-"""Limit of patterns taken from one knapsack."""
+"""Maximum number of patterns that are added from one knapsack."""
 
 MAX_CAPACITY = 1 << 17
 MAX_SIZES = 20_000
-"""Limits beyond which one knapsack would take longer than some seconds."""
+"""Limits above which one knapsack would take longer than a few seconds."""
 
 _SCALE = 1 << 40
 _SMOOTHING = 0.8
@@ -51,15 +51,16 @@ def tighten_bound(
     report: Callable[[str], None] = lambda _: None,
 ) -> tuple[int, list[Pattern]]:
     """
-    Raise a lower bound on the number of packs; return it with the last program's patterns.
+    Raise a lower bound on the number of packs; return the bound and all patterns of the last
+    program.
 
     Args:
         tally: Lengths from 1 to *capacity*, counts >= 1.
-        capacity: Tokens a pack may hold.
-        filling: Known packing, whose patterns start the program.
+        capacity: Maximum number of tokens in a pack.
+        filling: Known packing. Its patterns are the first patterns of the program.
         bound: Known lower bound.
-        enough: Number of packs of a known packing. A bound that reaches it ends the search.
-        effort: Limit of the search, which then ends with the best bound so far.
+        enough: Number of packs of a known packing. The search ends when the bound equals it.
+        effort: Limit of the search. At the limit, the best bound so far is returned.
         report: Called with a progress message.
     """
     sizes, counts = np.array(tally.sizes), np.array(tally.counts)
@@ -94,15 +95,15 @@ def tighten_bound(
 
 def estimate_master_steps(patterns: Collection[Pattern]) -> int:
     """
-    Estimate the steps to solve a master program: some milliseconds, and the product of its sizes
-    and entries.
+    Estimate the steps to solve a master program: a few milliseconds, plus a term for the number of
+    sizes times the number of entries.
     """
     num_sizes = len({index for pattern in patterns for index in pattern})
     return 15_000 + num_sizes * sum(map(len, patterns)) // 4
 
 
 def _estimate_knapsack_steps(num_sizes: int, capacity: int) -> int:
-    """Estimate the steps to solve a knapsack: a pass over sizes for each number of tokens."""
+    """Estimate the steps to solve a knapsack: one pass over all sizes for each number of tokens."""
     return capacity * (12 + num_sizes // 150)
 
 
@@ -116,23 +117,22 @@ class MasterSolution:
     """Number of uses of each pattern; shape (num_patterns,)."""
 
     duals: FloatArray
-    """Price of one more sample of each size that has samples, in packs."""
+    """Packs that one more sample of each size would cost, for sizes that have samples."""
 
 
 def solve_master(patterns: list[Pattern], *, counts: IntArray) -> MasterSolution | None:
     """
     Solve the master program: the fewest fractional uses of *patterns* that cover all samples.
 
-    A sample may take the place of a longer one.
+    A sample may use the place of a longer one.
 
     Args:
         patterns: Patterns of lengths that have samples.
-        counts: Number of samples of each length, the longest first; may be 0.
+        counts: Number of samples of each length, longest length first; may be 0.
 
-    Returns:
-        None if the solver gives up.
+    Returns: The solution, or None if the solver fails.
     """
-    # They take half a second to load, and most plans are proven without them.
+    # These imports take half a second, and most plans need no linear program.
     from scipy.optimize import linprog  # noqa: PLC0415
     from scipy.sparse import csc_array  # noqa: PLC0415
 
@@ -154,21 +154,26 @@ def solve_master(patterns: list[Pattern], *, counts: IntArray) -> MasterSolution
 
 @attrs.frozen
 class SolvedKnapsack:
-    """Solved knapsack: the patterns with the highest total price, given a price of each sample."""
+    """
+    Solved knapsack problem: the patterns with the highest total price, for given prices of samples.
+    """
 
     sizes: IntArray
     prices: IntArray
     """Price of a sample of each size; shape (num_sizes,)."""
 
     worth: IntArray
-    """The highest price of a pattern of at most n tokens; shape (capacity + 1,)."""
+    """Highest price of a pattern of at most n tokens, for each n; shape (capacity + 1,)."""
 
     first: IntArray
-    """Index of a size in the pattern of `worth`; -1 if token n is unused; shape (capacity + 1,)."""
+    """
+    Index of one size in the best pattern of at most n tokens; -1 if n - 1 tokens give the same
+    price; shape (capacity + 1,).
+    """
 
     @property
     def best_price(self) -> int:
-        """Highest price of a pattern."""
+        """Highest price of any pattern."""
         return int(self.worth[-1])
 
     def worth_with_each_size(self) -> IntArray:
@@ -177,7 +182,7 @@ class SolvedKnapsack:
         return worth
 
     def patterns_with(self, indices: list[int]) -> Iterator[Pattern]:
-        """Yield, for each size of *indices*, the pattern of the highest price that contains it."""
+        """Yield the pattern with the highest price that contains each size in *indices*."""
         used = np.maximum.accumulate(np.where(self.first >= 0, np.arange(self.first.size), 0)).tolist()
         first, sizes = self.first.tolist(), self.sizes.tolist()
         for index in indices:
@@ -191,12 +196,12 @@ class SolvedKnapsack:
 
 def solve_knapsack(sizes: IntArray, prices: IntArray, capacity: int) -> SolvedKnapsack:
     """
-    Solve the unbounded knapsack problem exactly, in integers.
+    Solve the unbounded knapsack problem exactly, with integers.
 
     Args:
         sizes: Tokens of each kind of item, longest first; shape (num_kinds,).
-        prices: Price of an item of each kind, a whole number; shape (num_kinds,).
-        capacity: Tokens that the knapsack may hold.
+        prices: Integer price of an item of each kind; shape (num_kinds,).
+        capacity: Maximum number of tokens in the knapsack.
     """
     worth = np.zeros(capacity + 1, dtype=np.int64)
     kinds, other = list(zip(range(sizes.size), sizes.tolist(), prices.tolist(), strict=True)), np.empty_like(worth)
@@ -217,7 +222,7 @@ def solve_knapsack(sizes: IntArray, prices: IntArray, capacity: int) -> SolvedKn
 
 def _add_patterns(pool: dict[PatternKey, Pattern], knapsack: SolvedKnapsack, duals: FloatArray) -> int:
     """
-    Add to *pool* the best pattern with each size if it would lower the master program; return the
+    Add the best pattern with each size to *pool* if it would improve the master program; return the
     number of new patterns.
     """
     before = len(pool)

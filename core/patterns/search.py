@@ -1,13 +1,15 @@
 """
-Search for a filling of few bins: guided filling, then exchanges that gather unused room.
+Search for a packing with few bins: guided filling, then exchanges that gather unused room in few
+bins.
 
-Unused tokens of a bin are of use only if a sample fits them. So a sample of a nearly full bin
-changes places with a slightly longer one: the one bin gets full, and its unused tokens go to the
-other. Each exchange raises the sum of the squares of all unused tokens, so the exchanges end. Bins
-of one pattern take part together, so the time grows with the distinct lengths.
+Unused room of a bin is useful only if a sample fits into it. So a sample of a nearly full bin is
+swapped for a slightly longer sample of another bin: the first bin becomes full, and the second bin
+gets its unused room. Each exchange raises the sum of the squares of all unused room, so the
+exchanges end. All bins of one pattern are exchanged together, so the time grows with the number of
+distinct lengths.
 
-Where no exchange is left, the bins that are not full are packed again with some full ones. The
-literature calls that a large neighbourhood search (Shaw, 1998).
+When no exchange is left, the bins that are not full are packed again, together with some full bins.
+The literature calls this a large neighbourhood search (Shaw, 1998).
 """
 
 from bisect import bisect_left, insort
@@ -22,45 +24,59 @@ from packplan.core.patterns import Effort, Filling, PatternKey, SpentError, num_
 from packplan.core.patterns.guided import fill_guided, fill_slots
 
 FEW_GROUPS, MORE_GROUPS = 32, 96
-"""Groups of lengths in the first search, and in a second one if the first needs too many packs."""
+"""
+Number of length groups in the first search, and in a second search if the first needs too many
+packs.
+"""
 
 GROUPS, FINE_GROUPS = (32, 64), (64, 96)
 """
-Groups of lengths in the search of `auto`, and in a second search with the effort that is left.
-Packs of few samples take the fine groups. Packs of more samples take the others, in reverse order
-if the packs do not repeat.
+Numbers of length groups in the two searches of `auto`, the second of which uses the remaining
+effort. `FINE_GROUPS` are for packs of few samples, `GROUPS` for packs of more samples. `GROUPS` are
+used in reverse order if the packs do not repeat.
 """
 
 _PACKS_OF_A_SEARCH, _LEAST_REPEATS, _FEW_SAMPLES = 4000, 3, 4
 """
-Fewest packs of a search whose packs repeat, so that one of them is a pack in 4,000. Fewest repeats:
-with two, the search saves less than it loses by samples in places of longer ones. Most samples of a
-pack for which fine groups find fewer packs.
+Three limits: the minimum number of packs in a search whose packs repeat; the minimum number of
+repeats, since two repeats lose more packs than the search saves; and the maximum number of samples
+in a pack for which fine groups find fewer packs.
 """
 
 CLOSE, _ENOUGH = 1000, 4000
-"""A gap of one pack in 1,000 above the bound starts no search, and one in 4,000 ends one."""
+"""
+Divisors of the lower bound: no search starts if the gap is at most one pack in 1,000, and a search
+ends if the gap is at most one pack in 4,000.
+"""
 
 MAX_REFILLS = 12
 """
-Most times that open bins are packed again. Two times in a row that close less than a tenth of the
-gap end the search.
+Maximum number of times that bins with room are packed again. The search ends earlier if two
+consecutive times each close less than a tenth of the gap.
 """
 
 _NEAR = 100
 """
-The search with few groups goes on if it has at most 1 + *enough* / 100 packs more than *enough*.
+Divisor of *enough*: the search with few groups continues if it has at most 1 + *enough* / 100 packs
+more than *enough*.
 """
 
 _STEPS_OF_A_PROGRAM, _STEPS_OF_A_PAIR = 250_000, 120
-"""Limit of a guided filling: a fixed part, and one for each pair of groups of its program."""
+"""
+Maximum steps of a guided filling: a fixed number, plus a number for each pair of groups in its
+program.
+"""
 
 _STEPS_OF_AN_EXCHANGE, _CELLS_OF_A_STEP = 50, 256
-"""Steps of an exchange, and the number of partners whose comparison takes one more step."""
+"""
+Steps that one exchange counts, and the number of compared partners that count as one more step.
+"""
 
 
 def default_effort(tally: LengthCounts) -> Effort:
-    """Return the default effort: less than a second, or some seconds for a million samples."""
+    """
+    Return the default limit of steps: less than a second, or a few seconds for a million samples.
+    """
     return Effort(max(2_500_000, 4 * sum(tally.counts)))
 
 
@@ -70,9 +86,9 @@ def find_filling(tally: LengthCounts, *, capacity: int, enough: int, effort: Eff
 
     Args:
         tally: Lengths from 1 to *capacity*, counts >= 1.
-        capacity: Tokens a bin may hold.
-        enough: Number of packs that ends the search.
-        effort: Limit of the search, which ends without an error.
+        capacity: Maximum number of tokens in a bin.
+        enough: Number of packs at which the search ends.
+        effort: Limit of steps for the search. No error is raised at the limit.
     """
     few, has_more = _Search(tally, capacity, FEW_GROUPS, effort), len(tally.sizes) > FEW_GROUPS
     best = few.fill(tally.counts)
@@ -88,14 +104,15 @@ def find_repeated_filling(tally: LengthCounts, *, capacity: int, bound: int, eff
     """
     Search for a packing of few bins whose patterns repeat, so that the search stays small.
 
-    One sample of each *ratio* neighbours is packed, the longest, for all of them. So a search takes
-    as long for ten million samples as for thousands, and loses less than a bin for each repetition.
+    Only the longest of every *ratio* neighbouring samples is packed, and stands for all of them. So
+    a search takes as long for ten million samples as for thousands, and needs less than one extra
+    bin for each repetition.
 
     Args:
         tally: Lengths from 1 to *capacity*, counts >= 1.
-        capacity: Tokens a bin may hold.
-        bound: Lower bound on the bins.
-        effort: Limit of the search, which ends without an error.
+        capacity: Maximum number of tokens in a bin.
+        bound: Lower bound on the number of bins.
+        effort: Limit of steps for the search. No error is raised at the limit.
     """
     repeats = bound // _PACKS_OF_A_SEARCH
     ratio = repeats if repeats >= _LEAST_REPEATS else 1
@@ -116,7 +133,7 @@ def find_repeated_filling(tally: LengthCounts, *, capacity: int, bound: int, eff
 
 
 def _take_longest(tally: LengthCounts, ratio: int) -> LengthCounts:
-    """Return the counts of the longest sample of each *ratio* neighbours, longest first."""
+    """Count the longest of every *ratio* neighbouring samples by length, longest first."""
     ends = -(-np.cumsum(tally.counts) // ratio)
     counts = np.diff(ends, prepend=0)
     return LengthCounts(np.array(tally.sizes)[counts > 0].tolist(), counts[counts > 0].tolist())
@@ -130,7 +147,7 @@ def find_filling_quickly(tally: LengthCounts, *, capacity: int) -> Filling:
 
 @attrs.frozen
 class _Search:
-    """Search for a packing of few bins, with the effort that remains."""
+    """Search for a packing of few bins, limited by the remaining effort."""
 
     tally: LengthCounts
     capacity: int
@@ -144,7 +161,10 @@ class _Search:
             return fill_guided(tally, capacity=self.capacity, num_groups=self.num_groups, effort=own)
 
     def improve(self, filling: Filling, enough: int) -> Filling:
-        """Gather unused room, then re-pack bins that have room, until *enough* are left."""
+        """
+        Gather unused room, then pack bins that have room again, until at most *enough* bins are
+        left.
+        """
         full, partial = gather_room(filling, self.tally, capacity=self.capacity, effort=self.effort)
         idle = 0
         for seed in range(1, MAX_REFILLS + 1):
@@ -180,13 +200,14 @@ def _split_at_random(filling: Filling, num: int, seed: int) -> tuple[Filling, Fi
 
 def gather_room(filling: Filling, tally: LengthCounts, *, capacity: int, effort: Effort) -> tuple[Filling, Filling]:
     """
-    Exchange samples so that fewer bins have room; return the full bins and the others.
+    Exchange samples so that fewer bins have room; return the full bins, and the bins that have
+    room.
 
     Args:
         filling: Packing of samples.
         tally: Lengths from 1 to *capacity*.
-        capacity: Tokens a bin may hold.
-        effort: Limit of the exchanges, which end without an error.
+        capacity: Maximum number of tokens in a bin.
+        effort: Limit of steps for the exchanges. No error is raised at the limit.
     """
     bins = _RoomyBins(tally, capacity)
     full: Filling = []
@@ -210,19 +231,21 @@ class _RoomyBins:
 
     def __init__(self, tally: LengthCounts, capacity: int) -> None:
         self.nums: dict[PatternKey, int] = {}
-        """Pattern -> its number of bins."""
+        """Pattern -> number of bins with this pattern."""
         self.waiting: list[tuple[int, PatternKey]] = []
-        """Heap of patterns that have yet to be filled up, and their room, the least first."""
+        """
+        Heap of room and pattern of the bins that are still to be filled up, smallest room first.
+        """
         self.full: list[PatternKey] = []
         """Patterns without room."""
-        self._sizes = [*tally.sizes, 0]  # the last stands for no sample
+        self._sizes = [*tally.sizes, 0]  # the last entry stands for no sample
         self._index = {size: index for index, size in enumerate(self._sizes)}
         self._holders: list[list[tuple[int, PatternKey]]] = [[] for _ in self._sizes]  # by room, ascending
         self._most = np.zeros(capacity + 1, dtype=np.int64)  # room beside a sample of each length, at most
         self._tokens = np.arange(1, capacity + 1)
 
     def add_bins(self, key: PatternKey, num: int, room: int, *, waits: bool = True) -> None:
-        """Add bins of a pattern, which *waits* to be filled up if it is new."""
+        """Add bins of a pattern. If *waits* is true, a new pattern is filled up later."""
         if key in self.nums:
             self.nums[key] += num
         elif key:
@@ -235,7 +258,10 @@ class _RoomyBins:
                 self.full.append(key)
 
     def fill_up(self, key: PatternKey, room: int, effort: Effort) -> None:
-        """Exchange samples of the bins of a pattern for longer ones, as long as that helps."""
+        """
+        Swap samples in the bins of a pattern for longer samples of other bins, as long as this
+        helps.
+        """
         num = self.nums.pop(key)
         self._remove(key, room)
         own = [*(index for index, _ in key), len(self._sizes) - 1]
@@ -244,7 +270,7 @@ class _RoomyBins:
         try:
             while num:
                 effort.spend(_STEPS_OF_AN_EXCHANGE + partners.size // _CELLS_OF_A_STEP)
-                # Half of what is added to the sum of the squares of all rooms.
+                # Half of the increase in the sum of the squares of all rooms.
                 worth = gained * (self._most[partners] + (gained - room))
                 best = int(worth.argmax())
                 place, less = divmod(best, room)
@@ -275,13 +301,18 @@ class _RoomyBins:
         return pattern_key(counts)
 
     def _insert(self, key: PatternKey, room: int) -> None:
-        """Add a pattern, of bins with *room* tokens left, to the index by samples that it holds."""
+        """
+        Add a pattern, whose bins have *room* unused tokens, to the index of patterns by length.
+        """
         for index, _ in key:
             insort(self._holders[index], (room, key))
             self._most[self._sizes[index]] = self._holders[index][-1][0]
 
     def _remove(self, key: PatternKey, room: int) -> None:
-        """Remove a pattern, of bins with *room* tokens left, from that index."""
+        """
+        Remove a pattern, whose bins have *room* unused tokens, from the index of patterns by
+        length.
+        """
         for index, _ in key:
             holders = self._holders[index]
             del holders[bisect_left(holders, (room, key))]

@@ -1,21 +1,21 @@
 """
 Epoch schedules: the order of packs in each epoch, also after a resume on another number of ranks.
 
-A pack is named by its index in the raw plan. Where each epoch has a plan of its own, the index is
-that in the epoch's plan. In an order, rank r of W takes the positions r, r + W, r + 2W, …, so the
-packs that all ranks have consumed are a prefix of it. Orders follow from the seed and the epoch
-alone. They never change under one `ORDER_VERSION`, since a resumed run relies on them.
+A pack is identified by its index in the raw plan or, if each epoch has its own plan, in the epoch's
+plan. Rank r of W trains the positions r, r + W, r + 2W, … of an order, so the packs that all ranks
+have consumed are a prefix of the order. An order depends only on the seed and the epoch. It never
+changes for one `ORDER_VERSION`, because resumed runs rely on it.
 
-With works of packs, each optimizer step assigns its packs to the ranks by work. The packs of a step
-stay the same.
+If the work of packs is known, the packs of each optimizer step are assigned to the ranks by work.
+Each step still has the same packs.
 
-With degrees of packs, several ranks share a long pack. An order then consists of *slots*: a pack
-has one slot for each rank that shares it, at the positions of those ranks. Consumed packs are
+If packs have degrees, several ranks share a long pack. An order then consists of *slots*: a pack
+has one slot for each rank that shares it, at the positions of these ranks. Consumed packs are
 counted in slots.
 
-`EpochSchedule.order` has all packs of an epoch, `batches` has every W-th of them, and `steps`
-groups the batches. The other methods count steps and packs, or serve runs that were resumed within
-an epoch.
+`EpochSchedule.order` returns all packs of an epoch, `batches` the packs of one rank, and `steps`
+groups these batches. The other methods count steps and packs, or handle runs that were resumed
+within an epoch.
 """
 
 from __future__ import annotations
@@ -54,8 +54,8 @@ Works = NDArray[np.number]
 
 ORDER_VERSION = 2
 """
-Version of the orders. It changes if a schedule gives a rank other packs in any step. A test
-compares orders with stored ones.
+Version of the orders. Raise it if a rank gets other packs than before in any step. A test compares
+orders with stored orders.
 """
 
 
@@ -65,15 +65,15 @@ DAMAGED_STATE_REMEDY = "name another checkpoint"
 
 @attrs.frozen
 class EpochSegment:
-    """Part of an epoch that was trained on one number of ranks."""
+    """Part of an epoch that was trained with one number of ranks."""
 
     world_size: int
     dataloader_drop_last: bool
     pack_offset: int
-    """Slots of this segment's order that all ranks together have consumed."""
+    """Number of slots of this segment's order that all ranks together have consumed."""
 
     max_degree: int = 1
-    """Most ranks that shared a pack."""
+    """Maximum number of ranks that shared a pack."""
 
     def __attrs_post_init__(self) -> None:
         if self.world_size < 1 or self.pack_offset < 0 or self.pack_offset % self.world_size:
@@ -90,16 +90,16 @@ class Progress:
     """Position of training between two optimizer steps."""
 
     step: int = 0
-    """Optimizer steps done."""
+    """Number of optimizer steps done so far."""
 
     epoch: int = 0
     """Epoch of the next step."""
 
     epoch_step: int = 0
-    """Optimizer steps done in that epoch."""
+    """Number of optimizer steps done so far in the epoch of the next step."""
 
     segments: tuple[EpochSegment, ...] = ()
-    """Segments of that epoch so far. The last one is in progress."""
+    """Segments so far of the epoch of the next step. The last segment is in progress."""
 
     def __attrs_post_init__(self) -> None:
         consumed = sum(segment.pack_offset // segment.world_size for segment in self.segments)
@@ -125,7 +125,7 @@ class Step:
     """Pack indices of each microbatch of the rank, in order."""
 
     ranks: tuple[range, ...] = ()
-    """Ranks that share the pack of each microbatch, this one among them; empty without degrees."""
+    """Ranks that share the pack of each microbatch, this rank included; empty without degrees."""
 
 
 def _checked_packs(num_packs: int | tuple[int, ...]) -> int | tuple[int, ...]:
@@ -137,101 +137,110 @@ def _checked_packs(num_packs: int | tuple[int, ...]) -> int | tuple[int, ...]:
 @attrs.frozen(repr=False)
 class EpochSchedule:
     """
-    Order of packs, batches and steps in each epoch, beginning at the progress `start`.
+    Order of packs, batches and steps in each epoch, starting at the progress `start`.
 
-    ArgumentError unless every whole epoch gives each rank a batch. After a resume on other ranks,
-    the rest of an epoch may be too small for a batch: then it takes no further step.
+    Raises an ArgumentError unless each rank has at least one batch in every whole epoch. After a
+    resume on another number of ranks, the rest of an epoch may be too small for a batch. Then the
+    epoch has no further step.
     """
 
     num_packs: int | tuple[int, ...] = attrs.field(converter=_checked_packs)
     """
-    Packs of the raw plan, >= 1. Where each epoch has its own plan, the packs of every epoch of the
-    training, from 0. In both cases, `num_epoch_packs` returns the packs of an epoch.
+    Number of packs in the raw plan, >= 1; a tuple with the number for every epoch if each epoch has
+    its own plan. `num_epoch_packs` returns the number for one epoch.
     """
 
     world_size: int
-    """Data-parallel learners, >= 1."""
+    """Number of data-parallel ranks, >= 1."""
 
     dataloader_drop_last: bool
     """
-    Whether packs and padded batches that do not fill all ranks are dropped. Otherwise packs repeat.
+    Whether leftover packs or padded batches that do not fill all ranks are dropped. If false, packs
+    are repeated instead.
     """
 
     gradient_accumulation_steps: int
-    """Batches of a rank in one optimizer step. The last step of an epoch may have fewer."""
+    """
+    Number of batches of a rank in one optimizer step. The last step of an epoch may have fewer.
+    """
 
     num_train_epochs: float
-    """Number of epochs, perhaps fractional."""
+    """Number of epochs, which may be fractional."""
 
     batch_size: int = 1
     """
-    Packs of a rank in one forward pass: 1 when packing. Without packing, a pack is one sample.
+    Number of packs in one forward pass of a rank: 1 with packing. Without packing, a pack is one
+    sample.
     """
 
     max_steps: int = -1
-    """Optimizer steps in total, if positive; overrides the epochs."""
+    """Total number of optimizer steps. A positive number overrides the number of epochs."""
 
     seed: int = 0
     """Seed of the order, from 0."""
 
     shuffle: bool = True
-    """Whether each epoch is shuffled. Otherwise it follows the order of the plan."""
+    """Whether the packs of each epoch are shuffled. If false, packs keep the order of the plan."""
 
     works: Works | Callable[[int], Works] | None = attrs.field(
         default=None, eq=attrs.cmp_using(eq=np.array_equal), hash=False, repr=False
     )
     """
-    Work of each pack, by which a step's packs are assigned to ranks; None keeps their order. Where
-    each epoch has its own plan, a function that takes an epoch and returns the work of its packs.
+    Work of each pack, by which a step's packs are assigned to ranks; None keeps their order. If
+    each epoch has its own plan, a function that returns the work of the packs of a given epoch.
     Needs a `batch_size` of 1.
     """
 
     sync_at: SyncPoint = "step"
     """
-    Point where the ranks wait for each other. By `works`, ranks get equal work over each `step`, or
-    in each `microbatch`.
+    Where ranks wait for each other, which decides how `works` are levelled: over each `step`, or in
+    each `microbatch`.
     """
 
     start: Progress = Progress()
     """
-    Progress at which this schedule starts. Only a run that was resumed within an epoch has segments
-    in it.
+    Progress at which this schedule starts. It has segments only if the run was resumed within an
+    epoch.
     """
 
     degrees: IntArray | None = attrs.field(default=None, eq=attrs.cmp_using(eq=np.array_equal), hash=False, repr=False)
     """
-    Number of ranks that share each pack (`pack_degrees`). None gives each pack one rank. Needs a
+    Number of ranks that share each pack (`pack_degrees`). None if no pack is shared. Needs a
     `batch_size` of 1, and one plan for all epochs.
     """
 
     max_degree: int | None = None
     """
-    Most ranks that share a pack, where `degrees` are given; None takes the largest power of two
-    that divides the ranks.
+    Maximum number of ranks that share a pack, if packs have degrees. None means the largest power
+    of two that divides the number of ranks.
     """
 
     tokens: IntArray | None = attrs.field(default=None, eq=attrs.cmp_using(eq=np.array_equal), hash=False, repr=False)
     """
-    Tokens of each pack, by which shared packs of similar length are put together. None does not.
+    Tokens of each pack, used to place shared packs of similar length next to each other. None skips
+    this sorting.
     """
 
     _assigned: dict[int, IntArray] = attrs.field(factory=dict, init=False, eq=False, repr=False)
-    """Epoch -> its assigned order, of the last requested epoch alone; read-only."""
+    """
+    Epoch -> its order after packs were assigned to ranks by work. It caches only the last requested
+    epoch; the array is read-only.
+    """
 
     _last_steps: list[int] = attrs.field(factory=list, init=False, eq=False, repr=False)
-    """Last step of each epoch from the epoch of `start` on, where epochs differ."""
+    """Last step of each epoch, starting with the epoch of `start`; used only if epochs differ."""
 
     @classmethod
     def from_plan(cls, aligned: AlignedPlan, **fields: Any) -> Self:
         """
         Return the schedule that trains an aligned plan.
 
-        It keeps numbers and no packs: `order` gives pack indices of the raw plan, cut or filled by
-        the function that aligned the plan.
+        A schedule stores no packs: `order` returns pack indices of the raw plan, dropped or
+        repeated in the same way as in the aligned plan.
 
         Args:
-            aligned: Packs that the ranks consume in an epoch.
-            fields: The other fields by name: `gradient_accumulation_steps`, `num_train_epochs`,
+            aligned: Aligned plan of an epoch.
+            fields: Further fields by name: `gradient_accumulation_steps`, `num_train_epochs`,
                 `max_steps`, `seed`, `shuffle`, `works`, `sync_at`, `start`.
 
         >>> from packplan.core.align import align_plan
@@ -291,7 +300,7 @@ class EpochSchedule:
         """
         Yield the remaining steps of *rank*; ArgumentError if there is no such rank.
 
-        They end at `total_steps`, or with the last planned epoch.
+        The last step is `total_steps`, or the last step of the last planned epoch.
 
         >>> schedule = EpochSchedule(
         ...     num_packs=3, world_size=1, dataloader_drop_last=False,
@@ -323,12 +332,12 @@ class EpochSchedule:
 
     def order(self, epoch: int) -> IntArray:
         """
-        Return the remaining pack indices of *epoch* in order, over all ranks; shape (num_left,).
+        Return the remaining pack indices of *epoch* over all ranks, in the order of training; shape
+        (num_left,).
 
         A pack is listed once for each rank that shares it.
 
-        These are the packs of the whole epoch, in the order that `_whole_order` draws, unless the
-        run was resumed in its middle.
+        Unless the run was resumed within this epoch, these are all packs of the epoch.
         """
         if epoch in self._assigned:
             return self._assigned[epoch]
@@ -346,8 +355,8 @@ class EpochSchedule:
 
     def _whole_order(self, epoch: int, segment: EpochSegment) -> IntArray:
         """
-        Return all packs of *epoch*, cut or filled for a segment's ranks as `align_plan` does, in
-        the order of the seed.
+        Return all packs of *epoch*, aligned to a segment's ranks as in `align_plan`, in the order
+        drawn from the seed.
         """
         degrees = self.pack_degrees(epoch, segment.max_degree)
         packs = aligned_positions(degrees, segment.world_size, segment.dataloader_drop_last)
@@ -356,7 +365,7 @@ class EpochSchedule:
         return self._lay_out(packs, degrees, segment)
 
     def _lay_out(self, packs: IntArray, degrees: IntArray, segment: EpochSegment) -> IntArray:
-        """Return the pack of each slot of a segment that takes *packs* in their order."""
+        """Return the pack of each slot of a segment, given its *packs* in order."""
         tokens = None if self.tokens is None else self.tokens[packs]
         return packs[lay_out_slots(degrees[packs], segment.world_size, tokens)]
 
@@ -365,8 +374,9 @@ class EpochSchedule:
         Return the number of ranks that share each pack of *epoch*; int64, shape (num_packs,).
 
         Args:
-            epoch: Epoch, from 0.
-            max_degree: Most ranks that share a pack; None takes the number of this schedule.
+            epoch: Number of the epoch, from 0.
+            max_degree: Maximum number of ranks that share a pack. None means the maximum of this
+                schedule.
         """
         num = self.num_epoch_packs(epoch)
         if self.degrees is None:
@@ -379,12 +389,12 @@ class EpochSchedule:
 
     @property
     def most_ranks(self) -> int:
-        """Largest number of ranks that share a pack; 1 without degrees."""
+        """Maximum number of ranks that share a pack; 1 without degrees."""
         return 1 if self.degrees is None else largest_degree(self.world_size, self.max_degree)
 
     def num_epoch_slots(self, epoch: int) -> int:
         """
-        Return the number of slots that the packs of *epoch* take, one for each rank of a pack.
+        Return the number of slots of all packs of *epoch*: one for each rank that shares a pack.
         """
         return self.num_epoch_packs(epoch) if self.degrees is None else self._num_slots
 
@@ -393,7 +403,7 @@ class EpochSchedule:
         return int(self.pack_degrees(0).sum())
 
     def _epoch_works(self, epoch: int) -> NDArray[np.float64]:
-        """Return the work of each pack of *epoch*, where works are known; shape (num_packs,)."""
+        """Return the work of each pack of *epoch*; shape (num_packs,). `works` must not be None."""
         return as_works(self.works(epoch) if callable(self.works) else self.works, self.num_epoch_packs(epoch))
 
     @property
@@ -408,11 +418,11 @@ class EpochSchedule:
         return self.num_packs[epoch] if epoch < len(self.num_packs) else 0
 
     def num_epoch_batches(self, epoch: int) -> int:
-        """Return the number of batches of each rank in the whole *epoch*, at this world size."""
+        """Return the number of batches of each rank in the whole *epoch*, with this world size."""
         return self._num_batches(aligned_size(self.num_epoch_slots(epoch), self.world_size, self.dataloader_drop_last))
 
     def num_epoch_steps(self, epoch: int) -> int:
-        """Return the number of optimizer steps in the whole *epoch*, at this world size."""
+        """Return the number of optimizer steps in the whole *epoch*, with this world size."""
         return -(-self.num_epoch_batches(epoch) // self.gradient_accumulation_steps)
 
     def _num_batches(self, num: int) -> int:
@@ -421,25 +431,31 @@ class EpochSchedule:
 
     @property
     def packs_per_epoch(self) -> int:
-        """Slots of the whole epoch of `start` over all ranks, with those of repeated packs."""
+        """Number of slots over all ranks in the whole epoch of `start`, repeated packs included."""
         return aligned_size(self.num_epoch_slots(self.start.epoch), self.world_size, self.dataloader_drop_last)
 
     @property
     def batches_per_epoch(self) -> int:
-        """Batches of each rank in the whole epoch of `start`, at this world size; at least 1."""
+        """
+        Number of batches of each rank in the whole epoch of `start`, with this world size; at least
+        1.
+        """
         return self.num_epoch_batches(self.start.epoch)
 
     @property
     def steps_per_epoch(self) -> int:
-        """Optimizer steps in the whole epoch of `start`, at this world size; at least 1."""
+        """
+        Number of optimizer steps in the whole epoch of `start`, with this world size; at least 1.
+        """
         return self.num_epoch_steps(self.start.epoch)
 
     @property
     def total_steps(self) -> int:
         """
-        Optimizer steps at the end of training; those before `start` count too.
+        Number of optimizer steps at the end of training, including steps before `start`.
 
-        An epoch before `start` counts as one epoch, however many steps it took on other ranks.
+        An epoch before `start` counts as one epoch, even if it had another number of steps on other
+        ranks.
         """
         if self.max_steps > 0:
             return self.max_steps
@@ -450,7 +466,7 @@ class EpochSchedule:
             return self._total_where_epochs_differ(first_steps)
         per_epoch = self.steps_per_epoch
         if (before, first_steps) == (start.epoch * per_epoch, per_epoch):
-            # Floats are multiplied before rounding up, as transformers does.
+            # The float product is rounded up, as in transformers.
             return math.ceil(self.num_train_epochs * per_epoch)
         share = self.num_train_epochs - start.epoch
         if share < 1:
@@ -458,7 +474,10 @@ class EpochSchedule:
         return before + first_steps + math.ceil((share - 1) * per_epoch)
 
     def _total_where_epochs_differ(self, first_steps: int) -> int:
-        """Return `total_steps` where epochs differ, given the steps of the epoch of `start`."""
+        """
+        Return `total_steps` if epochs differ, given the number of steps left in the epoch of
+        `start`.
+        """
         start, wanted = self.start, Fraction(str(self.num_train_epochs))
         whole, share = divmod(wanted, 1)
         if whole > start.epoch:
@@ -468,7 +487,8 @@ class EpochSchedule:
     @property
     def num_epochs(self) -> int:
         """
-        Epochs at the end of training; those before `start` count too. The last may be partial.
+        Number of epochs at the end of training, including epochs before `start`. The last epoch may
+        be partial.
         """
         if self.total_steps <= self.start.step:
             return self.start.epoch
@@ -476,9 +496,10 @@ class EpochSchedule:
 
     def last_step(self, epoch: int) -> int:
         """
-        Return the number of the last optimizer step of *epoch*, that of `start` or a later one.
+        Return the number of the last optimizer step of *epoch*, which must not be before the epoch
+        of `start`.
 
-        Steps count from 1, and steps before `start` count too.
+        Steps are counted from 1, and steps before `start` are included.
         """
         start = self.start
         end = start.step + self.num_remaining_steps(start.epoch)
@@ -491,7 +512,10 @@ class EpochSchedule:
         return self._last_steps[epoch - start.epoch]
 
     def _epoch_after(self, step: int) -> int:
-        """Return the epoch in which training goes on after *step* steps, `start.step` or more."""
+        """
+        Return the epoch in which training continues after *step* steps; *step* is at least
+        `start.step`.
+        """
         start = self.start
         beyond = step - self.last_step(start.epoch)
         if beyond < 0 or not self.num_epoch_packs(start.epoch):
@@ -504,7 +528,8 @@ class EpochSchedule:
         """
         Return the packs of the first *num_steps* remaining steps of *epoch*; shape (num_trained,).
 
-        Packs of all ranks are listed, repeated ones too, and a pack once for each of its ranks.
+        The packs of all ranks are listed, including repeated packs. A shared pack is listed once
+        for each of its ranks.
         """
         order, window = self.order(epoch), self.gradient_accumulation_steps
         num_batches = min(self._num_batches(order.size), num_steps * window)
@@ -518,7 +543,9 @@ class EpochSchedule:
 
     @cached_property
     def _num_resumed_batches(self) -> int:
-        """Remaining batches of each rank in the epoch within which the run was resumed."""
+        """
+        Number of remaining batches of each rank in the epoch within which the run was resumed.
+        """
         return self._num_batches(self._remaining_order(self.start.epoch).size)
 
     def num_remaining_steps(self, epoch: int) -> int:
@@ -527,9 +554,9 @@ class EpochSchedule:
 
     def start_fault(self) -> str | None:
         """
-        Return why `start` cannot be a progress over these packs; None if it can.
+        Return the reason why `start` is impossible with these packs, or None.
 
-        A damaged checkpoint may have such a progress.
+        A damaged checkpoint may contain an impossible progress.
         """
         start, begun = self.start, self.start.step - self.start.epoch_step
         if isinstance(self.num_packs, int) and not start.epoch <= begun <= start.epoch * self.num_packs:
@@ -548,21 +575,23 @@ class EpochSchedule:
         return None
 
     def progress_at(self, step: int) -> Progress:
-        """Return the progress after *step* optimizer steps; *step* is at least `start.step`."""
+        """
+        Return the progress after *step* optimizer steps, where *step* is at least `start.step`.
+        """
         epoch = self._epoch_after(step)
         num_batches = (step - self._steps_before(epoch)) * self.gradient_accumulation_steps
         return self._progress(epoch, step, num_batches=num_batches)
 
     def progress_after(self, epoch: int, num_batches: int) -> Progress:
         """
-        Return the progress after each rank has taken *num_batches* batches of *epoch*.
+        Return the progress after each rank has trained *num_batches* batches of *epoch*.
 
-        It may be within a step.
+        This position may be within a step.
 
         Args:
             epoch: Epoch of the batches, `start.epoch` or later.
-            num_batches: Batches of each rank since `start`, or since the epoch began if that is
-                later.
+            num_batches: Number of batches of each rank since `start`, or since the start of the
+                epoch if that is later.
         """
         before = self._steps_before(epoch)
         if num_batches >= self.num_remaining_batches(epoch):
@@ -584,7 +613,9 @@ class EpochSchedule:
         return Progress(step=step, epoch=epoch, epoch_step=steps, segments=(*earlier, now))
 
     def _is_resumed(self, epoch: int) -> bool:
-        """Return whether the run was resumed within *epoch*, so that only a part of it is left."""
+        """
+        Return whether the run was resumed within *epoch*, so that only a part of the epoch is left.
+        """
         return epoch == self.start.epoch and bool(self.start.segments)
 
     def _remaining_order(self, epoch: int) -> IntArray:
@@ -598,8 +629,8 @@ class EpochSchedule:
 
     def _segment_orders(self, epoch: int) -> list[tuple[EpochSegment, IntArray]]:
         """
-        Return each segment of *epoch* with its order. The first has the whole epoch. Each later one
-        has the packs of the one before that it did not consume, aligned again.
+        Return each segment of *epoch* with its order. The first order has all packs of the epoch.
+        Each later order has the packs that the previous segment did not consume, aligned again.
         """
         first, *later = self._segments(epoch)
         found = [(first, self._whole_order(epoch, first))]
@@ -612,7 +643,10 @@ class EpochSchedule:
         return found
 
     def _segments(self, epoch: int) -> tuple[EpochSegment, ...]:
-        """Return the segments of *epoch*; the last, of these ranks, continues `start` or is new."""
+        """
+        Return the segments of *epoch*. The last segment belongs to this schedule's ranks, and
+        continues the last segment of `start` or is new.
+        """
         earlier = self.start.segments if epoch == self.start.epoch else ()
         mine = EpochSegment(self.world_size, self.dataloader_drop_last, 0, self.most_ranks)
         if earlier and attrs.evolve(earlier[-1], pack_offset=0) == mine:
@@ -621,17 +655,24 @@ class EpochSchedule:
 
 
 def _drop_consumed(order: IntArray, num_consumed: int) -> IntArray:
-    """Return the packs of *order* that are not among its first *num_consumed*, each once."""
+    """
+    Return the packs of *order* that are not in its first *num_consumed* entries, each pack once.
+    """
     _, first = np.unique(order, return_index=True)
     return order[np.sort(first[first >= num_consumed])]
 
 
 @attrs.frozen
 class ResumeState:
-    """Progress and plan that a checkpoint keeps; a resumed run is compared with them."""
+    """
+    Progress, and facts of the plan and the run, that a checkpoint stores. A resumed run is compared
+    with them.
+    """
 
     plan: str
-    """Checksum of the raw plan, or digest of its key where epochs have plans of their own."""
+    """
+    Checksum of the raw plan; if each epoch has its own plan, the digest of the plans' fingerprint.
+    """
 
     data: str
     """Digest of the data set."""
@@ -642,7 +683,7 @@ class ResumeState:
     shuffle: bool
 
     tuner: str
-    """Tuner of the run, such as `full` or `lora`; empty where it is unknown."""
+    """Tuner of the run, such as `full` or `lora`; empty if unknown."""
 
     order_version: int
     """`ORDER_VERSION` of the run."""
@@ -650,13 +691,13 @@ class ResumeState:
     progress: Progress
 
     inputs: Mapping[str, Any] = attrs.field(factory=dict)
-    """Inputs of the plan by name, to tell why a plan differs; empty where they are unknown."""
+    """Inputs of the plan by name, used to report why a plan differs; empty if unknown."""
 
     identity: RunIdentity = NO_IDENTITY
     """Model, loss and settings of the run."""
 
     degree: int | None = None
-    """Most ranks that share one of its packs; None where packs have no degrees."""
+    """Maximum number of ranks that share a pack of the plan; None if packs have no degrees."""
 
     @classmethod
     def from_schedule(cls, schedule: EpochSchedule, *, tuner: str = "", **facts: Any) -> Self:
@@ -664,9 +705,9 @@ class ResumeState:
         Return the state of a run that has not trained yet.
 
         Args:
-            schedule: Order of packs.
-            tuner: Tuner of the run; empty where it is unknown.
-            **facts: `plan`, `data`, and perhaps `inputs` and `identity`.
+            schedule: Schedule of the run.
+            tuner: Tuner of the run; empty if unknown.
+            **facts: The fields `plan` and `data`, and optionally `inputs` and `identity`.
         """
         degree = None if schedule.degrees is None else int(schedule.pack_degrees(0).max())
         order: dict[str, Any] = {"seed": schedule.seed, "shuffle": schedule.shuffle, "degree": degree}
@@ -674,9 +715,9 @@ class ResumeState:
 
     def differences(self, now: ResumeState) -> tuple[Difference, ...]:
         """
-        Return the fields in which the current state *now* differs from this stored one.
+        Return the fields that differ between this stored state and the current state *now*.
 
-        If the plans differ, the inputs that make them differ are listed too.
+        If the plans differ, the inputs of the plans that differ are returned too.
         """
         names = ("plan", "data", "seed", "shuffle", "tuner", "order_version")
         pairs = [(name, getattr(self, name), getattr(now, name)) for name in names]

@@ -1,9 +1,9 @@
 """
 Statistics of a schedule: fill, tokens, balance of work, and coverage of the samples.
 
-All numbers follow from the plan and the schedule, over all ranks. Nothing is measured or gathered.
-They are true for the run, because each sample that is read is compared with the plan, and the
-batches of each rank are compared with the schedule.
+All numbers are computed from the plan and the schedule, for all ranks. Nothing is measured or
+gathered from ranks. The numbers hold for the run, because each sample that is read is compared with
+the plan, and the batches of each rank are compared with the schedule.
 """
 
 from __future__ import annotations
@@ -35,21 +35,22 @@ class PackStats:
     """Number of long samples: 1 in a pack of a long sample, else 0."""
 
     packing_length: int
-    """Tokens a pack of several samples may hold."""
+    """Maximum number of tokens in a pack of several samples."""
 
     all_samples: int
-    """Samples of the data set, samples in no pack included."""
+    """Number of samples in the data set, including samples that are in no pack."""
 
     skipped_samples: int
-    """Long samples that are in no pack."""
+    """Number of long samples that are skipped, so that they are in no pack."""
 
     packed: bool = True
     """
-    Whether samples share packs. Otherwise a pack is one sample, padded to the longest of its batch.
+    Whether samples share packs. If false, a pack is one sample, padded to the longest sample of its
+    batch.
     """
 
     works: SampleWorks | None = None
-    """Work of samples; None counts the squares of their lengths."""
+    """Work of each sample; None uses squared lengths."""
 
     media_flops: NDArray[np.float64] | None = None
     """FLOPs of the images and videos of each pack; None without `works`."""
@@ -64,9 +65,9 @@ class PackStats:
         Args:
             plan: The raw plan.
             lengths: Tokens of each record; int64, shape (num_records,).
-            packed: Whether samples share packs. Otherwise they are padded to the longest of their
-                batch.
-            works: Work of samples; None counts the squares of their lengths.
+            packed: Whether samples share packs. If false, each sample is padded to the longest
+                sample of its batch.
+            works: Work of each sample; None uses squared lengths.
         """
         is_long = np.zeros(lengths.size, dtype=np.int64)
         is_long[list(plan.single_long)] = 1
@@ -85,14 +86,14 @@ class PackStats:
         return stats if works is None else stats.with_works(works)
 
     def with_works(self, works: SampleWorks) -> PackStats:
-        """Return the same packs with the work of their samples taken from *works*."""
+        """Return these statistics with the work of packs computed from *works*."""
         packs = self.packs
         media_flops = np.add.reduceat(works.media_flops[packs.indices], packs.offsets[:-1])
         return attrs.evolve(self, work=packs.sums(works.flops), works=works, media_flops=media_flops)
 
     def padded_work(self, packs: IntArray, widths: IntArray) -> NDArray[np.float64]:
         """
-        Return the work of packs of one sample, each padded to its width; same shape as *packs*.
+        Return the work of packs of one sample each, padded to *widths*; same shape as *packs*.
         """
         if self.works is None or self.media_flops is None:
             return squares(widths)
@@ -101,43 +102,44 @@ class PackStats:
 
 @attrs.frozen(eq=False)
 class EpochStats:
-    """
-    Statistics of one epoch; its steps count from 0 at the first step of this run in the epoch.
-    """
+    """Statistics of one epoch. Step 0 is the first step of the epoch that this run trains."""
 
     pack_stats: PackStats
     world_size: int
     batch_size: int
 
     packs_per_step: int
-    """Packs of an optimizer step over all ranks. The epoch's last step may have fewer."""
+    """
+    Number of packs in an optimizer step over all ranks. The last step of the epoch may have fewer.
+    """
 
     order: IntArray
-    """Packs of the epoch that this run trains, in order; shape (num_consumed,)."""
+    """Packs of the epoch that this run trains, in the order of training; shape (num_consumed,)."""
 
     is_first: IntArray
     """
-    1 if a pack of `order` is consumed for the first time in the epoch, else 0; of the same shape.
+    1 if a pack of `order` is trained for the first time in the epoch, else 0; same shape as
+    `order`.
     """
 
     degrees: IntArray
     """
-    Number of ranks that share each pack of `order`; same shape. A pack appears there once for each
-    of them.
+    Number of ranks that share each pack of `order`, which lists a shared pack once for each of its
+    ranks; same shape as `order`.
     """
 
     earlier_packs: IntArray
-    """Distinct packs that the epoch consumed before this run."""
+    """Distinct packs of the epoch that were trained before this run."""
 
     @classmethod
     def from_schedule(cls, pack_stats: PackStats, schedule: EpochSchedule, epoch: int) -> EpochStats:
         """
-        Return the statistics of *epoch*.
+        Compute the statistics of *epoch*.
 
         Args:
             pack_stats: Statistics of each pack.
-            schedule: Epoch schedule.
-            epoch: Epoch, from 0.
+            schedule: Schedule of the run.
+            epoch: Number of the epoch, from 0.
         """
         before = schedule.consumed_packs(epoch)
         order = schedule.trained_packs(epoch, schedule.num_remaining_steps(epoch))
@@ -157,31 +159,33 @@ class EpochStats:
 
     def num_positions(self, start: int, stop: int) -> int:
         """
-        Return the number of positions that all ranks compute in steps *start* to *stop* - 1.
+        Return the number of token positions that all ranks compute in steps *start* to *stop* - 1.
 
-        Positions of padding count too.
+        Positions of padding are included.
         """
         packs, _, degrees = self._packs(start, stop)
         return int(self._widths(self._by_rank(packs), self._by_rank(degrees)).sum())
 
     def num_tokens(self, start: int, stop: int) -> int:
         """
-        Return the number of tokens of steps *start* to *stop* - 1; a pack counts once in an epoch.
+        Return the number of tokens in steps *start* to *stop* - 1. A pack counts only once in an
+        epoch.
         """
         packs, first, _ = self._packs(start, stop)
         return int((self.pack_stats.tokens[packs] * first).sum())
 
     def step_works(self, start: int, stop: int) -> NDArray[np.float64]:
-        """Return each rank's work in steps *start* to *stop* - 1; shape (steps, world_size)."""
+        """
+        Return the work of each rank in steps *start* to *stop* - 1; shape (num_steps, world_size).
+        """
         return _sum_rows(self._pack_works(start, stop), self.packs_per_step // self.world_size)
 
     def microbatch_imbalance(self, start: int, stop: int) -> float:
         """
-        Return the imbalance if ranks wait for each other in each microbatch.
+        Return the imbalance of work if ranks wait for each other in each microbatch.
 
-        For each microbatch in steps *start* to *stop* - 1, it takes the work of the busiest rank
-        and the mean work of a rank. The result is the sum of the first, divided by the sum of the
-        second.
+        The work of the busiest rank in each microbatch of steps *start* to *stop* - 1 is summed,
+        and divided by the sum of the mean work of all ranks.
         """
         batches = _sum_rows(self._pack_works(start, stop), self.batch_size)
         return float(batches.max(axis=1).sum() / batches.mean(axis=1).sum())
@@ -191,25 +195,28 @@ class EpochStats:
         return _sum_rows(self._pack_works(0, -(-self.order.size // self.packs_per_step)), self.batch_size)
 
     def _pack_works(self, start: int, stop: int) -> NDArray[np.float64]:
-        """Return the work of packs in steps *start* to before *stop*; shape (rows, world_size)."""
+        """
+        Return the work of the packs in steps *start* to *stop* - 1; shape (num_rows, world_size).
+        """
         packs, _, degrees = self._packs(start, stop)
         rows, ranks, stats = self._by_rank(packs), self._by_rank(degrees), self.pack_stats
         return stats.work[rows] / ranks if stats.packed else stats.padded_work(rows, self._widths(rows, ranks))
 
     def statistics(self, start: int, stop: int) -> Mapping[str, float]:
         """
-        Return statistics of steps *start* to *stop* - 1; there is at least one.
+        Return statistics of steps *start* to *stop* - 1, at least one step.
 
-        - `fill`: Mean fill of packs; a long pack counts as full.
-        - `samples_per_pack`, and `long_share` of the samples.
-        - `work`: Mean work of a step over all ranks.
-        - `work_imbalance`: Work of the busiest rank over the mean rank, a mean over steps; only
-          with several ranks.
-        - `microbatch_imbalance`: See the method; only with several ranks.
-        - `coverage`: Share of the data set that the epoch has consumed before *stop*.
+        - `fill`: Mean fill of the packs; the pack of a long sample counts as full.
+        - `samples_per_pack`: Mean number of samples in a pack.
+        - `long_share`: Share of the samples that are long.
+        - `work`: Mean total work of a step over all ranks.
+        - `work_imbalance`: Work of the busiest rank divided by the mean work of all ranks, averaged
+          over steps; only with several ranks.
+        - `microbatch_imbalance`: Result of the method with this name; only with several ranks.
+        - `coverage`: Share of the data set's samples that the epoch has trained before step *stop*.
         """
         pack_stats, (packs, _, degrees) = self.pack_stats, self._packs(start, stop)
-        works, count = self.step_works(start, stop), 1 / degrees  # a shared pack counts once over its ranks
+        works, count = self.step_works(start, stop), 1 / degrees  # a shared pack counts once, not on each rank
         samples = float((pack_stats.samples[packs] * count).sum())
         fills = self._fills(packs, degrees)
         imbalances = {
@@ -229,9 +236,7 @@ class EpochStats:
         """
         Return statistics of the distinct packs that the epoch trains before step *stop*.
 
-        Packs before this run count too.
-
-        At least one pack has to be consumed.
+        Packs that were trained before this run are included. There has to be at least one pack.
         """
         pack_stats, packs = self.pack_stats, self._distinct_packs(stop)
         fills = self._fills(packs)
@@ -248,18 +253,18 @@ class EpochStats:
         }
 
     def _packs(self, start: int, stop: int) -> tuple[IntArray, IntArray, IntArray]:
-        """Return `order`, `is_first` and `degrees` of steps *start* to before *stop*."""
+        """Return the parts of `order`, `is_first` and `degrees` for steps *start* to *stop* - 1."""
         chosen = slice(start * self.packs_per_step, stop * self.packs_per_step)
         return self.order[chosen], self.is_first[chosen], self.degrees[chosen]
 
     def _by_rank(self, packs: IntArray) -> IntArray:
-        """Reshape packs to rows of one pack for each rank; shape (rows, world_size)."""
+        """Reshape packs to rows with one pack for each rank; shape (num_rows, world_size)."""
         return packs.reshape(-1, self.world_size)
 
     def _widths(self, rows: IntArray, degrees: IntArray) -> IntArray:
         """
-        Return the positions of a rank in each pack of *rows*, padding included; of the shape of
-        *rows*.
+        Return the number of positions that a rank computes for each pack of *rows*, padding
+        included; same shape as *rows*.
         """
         tokens = -(-self.pack_stats.tokens[rows] // degrees)
         if self.pack_stats.packed:
@@ -269,14 +274,16 @@ class EpochStats:
         return np.repeat(widest, np.diff([*batches, len(rows)]), axis=0)
 
     def _fills(self, packs: IntArray, degrees: IntArray | int = 1) -> NDArray[np.float64]:
-        """Return the fill of each pack on its ranks; empty if samples are padded."""
+        """
+        Return the fill of each pack, relative to the room of its ranks; empty without packing.
+        """
         if not self.pack_stats.packed:
             return np.zeros(0)
         room = self.pack_stats.packing_length * degrees
         return np.divide(np.minimum(self.pack_stats.tokens[packs], room), room)
 
     def _distinct_packs(self, stop: int) -> IntArray:
-        """Return the distinct packs that the epoch has consumed before step *stop*."""
+        """Return the distinct packs of the epoch that were trained before step *stop*."""
         packs, first, _ = self._packs(0, stop)
         return np.concatenate([self.earlier_packs, packs[first > 0]])
 
@@ -285,6 +292,6 @@ class EpochStats:
 
 
 def _sum_rows(works: NDArray[np.float64], num_rows: int) -> NDArray[np.float64]:
-    """Sum each *num_rows* neighbouring rows; the last sum may be of fewer."""
+    """Sum every *num_rows* neighbouring rows. The last sum may have fewer rows."""
     sums: NDArray[np.float64] = np.add.reduceat(works, np.arange(0, len(works), num_rows), axis=0)
     return sums
