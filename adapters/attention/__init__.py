@@ -28,8 +28,8 @@ NAME = "packplan"
 
 ROWS_NAME = "packplan_rows"
 """
-Name of varlen attention for models with `keep_rows`. It raises an error outside of a call of such a
-model.
+Name of varlen attention for models with `keep_rows`; outside of a call of such a model, this
+attention raises an error.
 """
 
 PATCHES_NAME = "packplan_flash_patches"
@@ -52,8 +52,8 @@ AttentionInterface.register(PATCHES_NAME, _uncompiled(attend_to_patches))
 
 def set_attention(model: Any, attention: AttentionChoice) -> None:
     """
-    Make a model use varlen attention, keep its row and run layers by sample, if *attention* says
-    so.
+    Make a model use varlen attention, keep its row and run layers by sample, as *attention*
+    specifies.
 
     An attention of transformers needs no change here, since it is set when the model is loaded.
 

@@ -76,10 +76,10 @@ class Layout:
         Args:
             cu_seqlens: Starts of the blocks, and the row's end; integers of shape (blocks + 1,).
             is_causal: Whether tokens attend to no later token.
-            longest: Number of tokens of the longest block, if known. If it is None, reading it
-                later waits for the GPU.
-            lengths: Number of tokens of each block, if known. If it is None, reading it later waits
-                for the GPU.
+            longest: Number of tokens of the longest block, or None if it is not known, so that
+                reading it later waits for the GPU.
+            lengths: Number of tokens of each block, or None if they are not known, so that reading
+                them later waits for the GPU.
         """
         return cls(cu_seqlens.to(torch.int32), is_causal, longest=longest, known_lengths=lengths)
 
@@ -131,12 +131,12 @@ def read_layout(
     """
     Read the blocks of a row from a mask function.
 
-    A block begins at a token that does not attend to the one before it. A block counts as causal,
+    A block begins at a token that does not attend to the preceding token. A block counts as causal,
     or causal within the window, if two conditions hold. First, every token attends to the farthest
     key that such a mask allows, but not to the key beyond it, the next token, or the block's last
-    token. Second, the block's first and last token have the mask values of such a mask at distances
-    that are powers of two. So the mask is evaluated at five pairs for each token, and at some pairs
-    for each block, instead of at all pairs.
+    token. Second, at distances that are powers of two, the mask values of the block's first and
+    last token are those of such a mask. So the mask is evaluated at five pairs for each token, and
+    at some pairs for each block, instead of at all pairs.
 
     Args:
         mask_function: Mask function of the model, whose arguments are index tensors that broadcast.
@@ -183,7 +183,8 @@ def _find_window(
     causal nor a window within the blocks.
 
     Args:
-        attends: Function that returns whether each query attends to its key; all of shape (pairs,).
+        attends: Function of query and key positions that returns whether each query attends to its
+            key; all of shape (pairs,).
         layout: Blocks without a window.
         begun: Index of each token's block according to the mask; shape (tokens,).
         own: Index of each token's block according to the layout; shape (tokens,).

@@ -143,8 +143,8 @@ class RealTokens:
 
     padding_places: frozenset[Padding]
     """
-    Places of padding: `left of` if padding precedes real tokens, and `between` if it separates
-    them.
+    Places of padding, which are `left of` if padding precedes real tokens, and `between` if it
+    separates them.
     """
 
     has_sample_numbers: bool
@@ -189,7 +189,7 @@ class RealTokens:
         Return the values of the packed row at their places in the batch, and zeros elsewhere.
 
         Args:
-            values: Shape (1, tokens, …). The result has the shape (rows, positions, …).
+            values: Values of shape (1, tokens, …). The result has the shape (rows, positions, …).
         """
         return self.put_back_flat(values[0]).view(*self.shape, *values.shape[2:])
 
@@ -214,8 +214,8 @@ def read_row(position_ids: torch.Tensor | None, attention_mask: torch.Tensor | N
         attention_mask: Mask of the call, or None. With a mask, text positions may be missing.
 
     Returns:
-        The row, perhaps with a single sample. None for several rows, for positions without those of
-            the text, or for a row with padding.
+        The row, perhaps with a single sample. The result is None for several rows, for positions
+            without text positions, or for a row with padding.
 
     Raises:
         PackplanError: Multimodal positions lack the row of text positions, and there is no mask.
@@ -305,8 +305,8 @@ def keep_rows(model: Any) -> None:
     """
     Make a model set `current_row` from its arguments in each forward pass.
 
-    The inner models of a model also set it if they are called directly. Inside a call of the outer
-    model, they keep its row.
+    The inner models of a model also set `current_row` if they are called directly. Inside a call of
+    the outer model, inner models use the outer model's row.
     """
     checkpointed = [module for module in model.modules() if hasattr(module, "gradient_checkpointing")]
     for module in dict.fromkeys((model, model.base_model, model.get_decoder())):

@@ -1,5 +1,5 @@
 """
-Sharing of rows by ranks: `share_rows` makes a model compute this rank's part of each packed row.
+Sharing of rows by ranks, for which `share_rows` makes a model compute this rank's part of each row.
 
 All ranks of a group call the model with the same row. Before the decoder, the row is divided, and
 each rank continues with its own tokens. Only attention needs all tokens, which the ranks exchange
@@ -8,11 +8,11 @@ each rank computes the loss of its part instead, and these losses are added up. 
 the results of the whole row, and the mean of the ranks' gradients is the row's gradient. Every rank
 encodes all images of the row.
 
-`RowGroups` has the groups of ranks that share a row. The number of ranks is fixed, or depends on
-the row's tokens (its degree). In the second case, groups without a common rank compute rows of
-several degrees at the same time. Each rank calls the model once for each row, so every rank runs
-the same number of collectives of all ranks, such as those of FSDP. Between two such collectives,
-ranks communicate only within their group, about the same row.
+`RowGroups` has the groups of ranks that share a row. Either the number of ranks is the same for
+each row, or it depends on the row's tokens and is called the row's degree. Groups without a common
+rank can compute rows of several degrees at the same time. Each rank calls the model once for each
+row, so every rank runs the same number of collectives of all ranks, such as those of FSDP. Between
+two such collectives, ranks communicate only within their group, about the same row.
 
 A call of several padded rows is not shared: each rank computes all of its rows. A row is padded at
 its end until its ranks can divide it; the padding counts as one more sample.
@@ -78,8 +78,9 @@ def sharing_by(degree: int | None) -> AbstractContextManager[None]:
     Inside this context, let *degree* ranks share each row, whatever the row's length.
 
     Args:
-        degree: Number of ranks in a group of `RowGroups`. With 1, each rank computes whole rows, as
-            a reference for shared rows. With None, the row's length decides.
+        degree: Number of ranks in a group of `RowGroups`. With a degree of 1, each rank computes
+            whole rows, as a reference for shared rows. With None, the number of ranks depends on
+            the row's length.
     """
     return _hold(_DEGREE, degree)
 
@@ -87,7 +88,8 @@ def sharing_by(degree: int | None) -> AbstractContextManager[None]:
 @attrs.frozen(eq=False)
 class RowGroups:
     """
-    Groups of consecutive ranks that share rows. Every rank has to create them in the same order.
+    Groups of consecutive ranks that share rows. Every rank has to create the groups in the same
+    order.
 
     Group g of size n has the ranks g * n to g * n + n - 1.
     """
@@ -97,7 +99,7 @@ class RowGroups:
 
     packing_length: int | None = None
     """
-    Maximum number of tokens of a row on one rank. With None, the largest group shares every row.
+    Maximum number of tokens of a row on one rank. None makes the largest group share every row.
     """
 
     @classmethod
@@ -141,8 +143,8 @@ class RowGroups:
         """
         Return the weight of a row's loss on this rank, so that the row counts once over all ranks.
 
-        The weight is 1 / degree. If the same number of ranks shares every row, it is 1, since all
-        rows then count equally often.
+        The weight is 1 / degree. If the same number of ranks shares every row, the weight is 1,
+        since all rows then count equally often.
         """
         return 1.0 if self.packing_length is None else 1 / self.degree_of(num_tokens)
 
@@ -158,14 +160,15 @@ class RowGroups:
         Return whether this rank counts the tokens of a row towards a loss's divisor.
 
         Only the first rank of a group counts the tokens of a row. If the same number of ranks
-        shares every row, all ranks count them.
+        shares every row, all ranks count the row's tokens.
         """
         return self.packing_length is None or self.is_first(num_tokens)
 
 
 def share_rows(model: Any, groups: RowGroups, *, logits: bool = False) -> None:
     """
-    Let groups of ranks share the packed rows that a model computes. Every rank has to call this.
+    Let groups of ranks share the packed rows that a model computes. Every rank has to call this
+    function.
 
     The model has to use Packplan's own attention (`set_attention`, `unpad`). All ranks of a group
     have to call the model with the same row. Every rank gets the losses, logits and hidden states
@@ -174,11 +177,12 @@ def share_rows(model: Any, groups: RowGroups, *, logits: bool = False) -> None:
     Args:
         model: Model of transformers, perhaps with adapters.
         groups: Groups of ranks that share rows.
-        logits: Whether calls with labels return logits too. If not, a model with transformers'
+        logits: Whether calls with labels return logits too. If False, a model with transformers'
             causal loss returns None as logits, and no rank computes the logits of the whole row.
 
     Raises:
-        MismatchError: A later call of the model raises it if ranks of a group pass different rows.
+        MismatchError: A later call of the model raises this error if ranks of a group pass
+            different rows.
     """
     model = model.get_base_model() if hasattr(model, "get_base_model") else model
     part = trained_part(model)
@@ -279,8 +283,8 @@ def _select_targets(given: dict[str, Any], share: RowShare) -> tuple[torch.Tenso
     Return a mask of this rank's tokens whose logits are needed (None for all), and the targets of
     these tokens.
 
-    If `logits_to_keep` is a tensor, as in calls of ms-swift, there are labels for the kept tokens
-    only: label k + 1 is the target of kept token k. Otherwise every token has a label.
+    If `logits_to_keep` is a tensor, as in calls of ms-swift, only kept tokens have labels, and
+    label k + 1 is the target of kept token k. If it is not a tensor, every token has a label.
     """
     keep, following = given.get("logits_to_keep"), F.pad(given["labels"][0, 1:], (0, 1), value=IGNORED_LABEL)
     targets = following.new_full((share.num_positions,), IGNORED_LABEL)
@@ -321,8 +325,8 @@ class SharedRows:
             divide: Function that returns the row of the current call, with this rank's part; None
                 if the call is not shared.
             joins: Whether to gather the whole row from all ranks after the decoder.
-            mixes: Whether other ranks may compute whole rows at the same time. The modules are then
-                called in the same order for all rows, since ranks with sharded weights wait for
+            mixes: Whether other ranks may compute whole rows at the same time. If they may, modules
+                are called in the same order for all rows, since ranks with sharded weights wait for
                 each other at each module.
         """
         self._decoder, self._divide, self._joins, self._mixes = decoder, divide, joins, mixes
@@ -442,14 +446,14 @@ def context_parallel(model: Any, *, layout: PackedLayout, group: dist.ProcessGro
     layers.
 
     Args:
-        model: Model of transformers with causal attention. It may be inside DDP or an engine of
+        model: Model of transformers with causal attention, which may be inside DDP or an engine of
             DeepSpeed, or be sharded by FSDP 2.
         layout: Layout of the whole row, the same on every rank.
         group: Ranks that share the row; all ranks by default.
 
     Raises:
-        ValueError: The layout is for another number of ranks. A call of the model raises it if the
-            part has a wrong size, or if a mask is passed.
+        ValueError: The layout is for another number of ranks. A call of the model raises this error
+            if the part has a wrong size, or if a mask is passed.
     """
     ranks: Any = group or dist.group.WORLD
     if layout.cp_size != ranks.size():

@@ -5,8 +5,8 @@ attention.
 All layers but attention compute each token by itself. Attention needs all tokens, but computes each
 head by itself. So the ranks exchange values before attention: each rank then has all tokens of some
 heads, instead of some tokens of all heads. After attention, the ranks exchange the results back
-(sequence parallelism by all-to-all: Jacobs et al., "DeepSpeed Ulysses", 2023). If the number of
-ranks does not divide the number of heads, some ranks have one head more.
+(sequence parallelism by all-to-all, as in Jacobs et al., "DeepSpeed Ulysses", 2023). If the number
+of ranks does not divide the number of heads, some ranks have one head more.
 
 Rules: every rank of the group runs the same layers in the same order, forward and backward.
 The ranks' gradients of a parameter add up to the gradient of the sum of the ranks' losses.
@@ -82,7 +82,7 @@ class RowShare:
         Return query, key and value of all tokens for this rank's heads.
 
         A key head whose query heads are on several ranks is sent to each of these ranks. If a rank
-        has only some query heads of a key head, each of its query heads gets a copy of its key
+        has only some of a key head's query heads, each of these query heads gets a copy of the key
         head.
 
         Args:

@@ -1,9 +1,9 @@
 """
 Attention of variable length: each block of a packed row by itself, without a mask, on any device.
 
-GPUs that support torch's `varlen_attn` run it in one call. Other devices run torch's
-`scaled_dot_product_attention` block by block. Inputs that are not a packed row (padded batches,
-generation with a cache) are computed by transformers' sdpa with its own mask.
+On GPUs that support it, one call of torch's `varlen_attn` computes the whole row. Other devices run
+torch's `scaled_dot_product_attention` block by block. Inputs that are not a packed row (padded
+batches, generation with a cache) are computed by transformers' sdpa with its own mask.
 """
 
 import inspect
@@ -48,7 +48,7 @@ _PLAIN = {"module", "query", "key", "value", "attention_mask", "scaling", "dropo
 """Arguments of a model's own attention that torch's attention supports too."""
 
 _TRACED: ContextVar[tuple[int, int] | None] = ContextVar("traced", default=None)
-"""Compute capability that all devices are treated as having while tracing; None otherwise."""
+"""Compute capability that is assumed for all devices while a step is traced; None otherwise."""
 
 
 def build_mask(
@@ -66,10 +66,10 @@ def build_mask(
     """
     Return the layout of a packed row, or the mask of transformers' sdpa for other inputs.
 
-    transformers passes these arguments to functions of `AttentionMaskInterface`. A packed row is a
-    batch of one row without padding and cached keys, whose mask is not a single causal triangle. If
-    ranks share a row, the result is the layout of the whole row. If a model prepares its mask
-    twice, the second call returns the layout unchanged.
+    The arguments are those that transformers passes to functions of `AttentionMaskInterface`. A
+    packed row is a batch of one row without padding and cached keys, whose mask is not a single
+    causal triangle. If ranks share a row, the result is the layout of the whole row. If a model
+    prepares its mask twice, the second call returns the layout unchanged.
     """
     if isinstance(attention_mask, Layout):
         return attention_mask
@@ -234,8 +234,8 @@ def mask_within_samples(mask_function: MaskFunction, row: PackedRow, local_size:
 
 def _find_part(function: Any, maker: Callable[..., Any], depth: int = 4) -> MaskFunction | None:
     """
-    Return the mask function that *maker* has made: *function* itself, or a part of it; None if
-    there is none.
+    Return the mask function that *maker* has made, either *function* itself or a part of it; None
+    if there is none.
     """
     if (
         getattr(function, "__qualname__", "").startswith(f"{maker.__name__}.")
@@ -367,7 +367,7 @@ def why_not_fused(
     Return the reason why torch's `varlen_attn` does not support a row; None if it does.
 
     Args:
-        query: Shape (1, heads, tokens, size).
+        query: Queries of the row; shape (1, heads, tokens, size).
         layout: Layout of the row.
         dropout: Share of attention weights to drop.
         capability: Compute capability of the GPU; None on other devices.

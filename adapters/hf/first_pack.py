@@ -33,7 +33,7 @@ from packplan.core.errors import MismatchError, counted
 log = logging.getLogger(__name__)
 
 _MOST_IDS = 2**31
-"""Length of the sparse axis of token ids. It exceeds every id, and needs no memory."""
+"""Length of the sparse axis of token ids, which exceeds every id and needs no memory."""
 
 
 class LocalAccelerator:

@@ -1,11 +1,11 @@
 """
 Mixins for trainers that train packs by the schedule of a plan; `insert_base_class` adds them.
 
-`FollowsSchedule` works with the trainers of transformers, TRL, ms-swift and `packplan sft`. It sets
-their numbers of steps and epochs, checks each batch, and resumes runs. `ComputesPacks` scales
-NEFTune's noise for each sample, and averages the evaluation loss over tokens. The trainer of a
-stream, which has no schedule, uses `ComputesPacks` alone. `ServesPacks` adds data loaders of packs
-to trainers of other libraries.
+`FollowsSchedule` sets the numbers of steps and epochs, checks each batch, and resumes runs, in
+trainers of transformers, TRL, ms-swift and `packplan sft`. `ComputesPacks` scales NEFTune's noise
+for each sample, and averages the evaluation loss over tokens. The trainer of a stream, which has no
+schedule, uses `ComputesPacks` alone. `ServesPacks` adds data loaders of packs to trainers of other
+libraries.
 
 A mixin precedes the trainer's class among its bases, so `super()` calls the trainer's own method:
 the override of TRL or ms-swift if there is one, else the method of transformers.
@@ -388,13 +388,14 @@ class ServesPacks(ComputesPacks, FollowsSchedule):
         Make the trainer load the packs of a plan, and print a table of the planned run.
 
         Args:
-            schedule: Order of the packs. It counts a group of ranks that share rows as one rank.
+            schedule: Order of the packs, in which a group of ranks that share rows counts as one
+                rank.
             plan: Plan of the training data.
             digest: Digest of the training rows.
             packs: Data set that returns a training pack by its index.
-            collator: Function that turns a list of packs into inputs of the model. Their key `PACK`
-                has the index of the pack, or a list of indices.
-            eval_packs: Data set of evaluation packs. Their loss is the mean over supervised tokens.
+            collator: Function that turns a list of packs into inputs of the model. The key `PACK`
+                of the inputs has the index of the pack, or a list of indices.
+            eval_packs: Data set of evaluation packs, whose loss is the mean over supervised tokens.
                 None keeps the trainer's own evaluation.
             eval_degrees: Number of ranks that share each evaluation pack; None if it is the same
                 for all packs.

@@ -121,7 +121,8 @@ class TextStack:
 
         Args:
             given: Arguments of the call by name.
-            known: Real tokens that were found before, used if they belong to the call's mask.
+            known: Real tokens that an outer call has found, used if they belong to this call's
+                mask.
         """
         mask, values = given.get("attention_mask"), given.get("input_ids")
         values = given.get("inputs_embeds") if values is None else values
@@ -369,8 +370,7 @@ class Unpadding:
     @property
     def is_trial(self) -> bool:
         """
-        Whether calls of this thread are inside of `trial`: they are for a comparison, not for
-        training.
+        Whether calls of this thread are inside of `trial`, for a comparison and not for training.
         """
         return self._thread.trial is not None
 
@@ -411,7 +411,7 @@ class Unpadding:
         return now != self._attention
 
     def _generate_batch(self, *args: Any, **options: Any) -> Any:
-        """Generate in continuous batches, by an attention of transformers, as they require."""
+        """Generate in continuous batches, which require an attention of transformers."""
         with using_native_attention(self.model, self.native), self.paused():
             return type(self.model).generate_batch(self.model, *args, **options)
 

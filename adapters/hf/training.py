@@ -66,26 +66,26 @@ def use_plan(
 
     A batch is one pack. The trainer's own collator pads the samples of the pack, and the model
     leaves the padding out (see `unpad`). A step trains as many packs as it would train rows without
-    a plan: with a `per_device_train_batch_size` of 8, each rank accumulates eight packs. The
-    schedule depends on `per_device_train_batch_size`, `gradient_accumulation_steps`,
+    a plan. With a `per_device_train_batch_size` of 8, for example, each rank accumulates eight
+    packs. The schedule depends on `per_device_train_batch_size`, `gradient_accumulation_steps`,
     `num_train_epochs`, `max_steps`, `data_seed` (else `seed`) and `dataloader_drop_last`. Settings
     that have another effect under a plan are logged as warnings.
 
     The loss of a step is the mean over the supervised tokens of all its batches on all ranks. With
     preference data, the loss is the mean over pairs of answers; with KTO, over rows.
 
-    Checkpoints are written by the trainer. A run can resume from them in the middle of an epoch,
-    also on another number of ranks. All rows are read once before the first step. A row that is not
-    one sample raises an error, and so do changed rows in a resumed run.
+    Checkpoints are written by the trainer. A run can resume from a checkpoint in the middle of an
+    epoch, also on another number of ranks. All rows are read once before the first step. A row that
+    is not one sample raises an error, and so do changed rows in a resumed run.
 
-    Call `use_plan` on every rank, after the trainer is built. It probes the model first.
+    Call `use_plan` on every rank, after the trainer is built. The model is probed first.
 
     Args:
         trainer: `Trainer` of transformers, or `SFTTrainer`, `DPOTrainer`, `RewardTrainer` or
-            `KTOTrainer` of TRL. The rows of its data sets are tokenized, or its collator tokenizes
-            them.
-        plan: Plan of the rows of `trainer.train_dataset`, made from their `row_lengths`. A number
-            is a packing length: the rows are planned into packs of at most that many tokens.
+            `KTOTrainer` of TRL. The rows of the trainer's data sets are tokenized, or its collator
+            tokenizes them.
+        plan: Plan of the rows of `trainer.train_dataset`, made from their `row_lengths`. If it is a
+            number, the rows are planned into packs of at most that many tokens.
         eval_plan: Plan of the rows of `trainer.eval_dataset`, or a packing length. The evaluation
             loss is then the mean over supervised tokens, or over pairs. None keeps the trainer's
             own evaluation.
@@ -102,8 +102,8 @@ def use_plan(
         ArgumentError: The trainer is not supported, a setting contradicts the plan, or a row is not
             one sample.
         StaleError: The length of a row differs from its planned length.
-        MismatchError: Ranks have different plans or rows. Training raises it if the first pack
-            trains differently from its samples alone.
+        MismatchError: Ranks have different plans or rows. Training raises this error if the first
+            pack trains differently from its samples alone.
         ModelError: The probe of `unpad` fails.
     """
     if isinstance(trainer, _PlannedTraining):
@@ -282,7 +282,7 @@ def _unpad_for_loss(trainer: Any, groups: RowGroups | None, *, check: bool) -> l
 def _keep_ranks_in_step(trainer: Any, models: list[Any]) -> None:
     """
     Make vision towers run in every batch if the other ranks would wait for a rank without images.
-    They would if ranks share weights, or if DDP does not look for unused parameters.
+    The other ranks wait if weights are sharded, or if DDP does not look for unused parameters.
     """
     args, rows, collate = trainer.args, trainer.train_dataset, _find_row_collator(trainer) or pad_rows
     finds_unused = args.ddp_find_unused_parameters

@@ -1,8 +1,8 @@
 """
 `unpad` makes a model skip padding; `separate_samples` makes it keep the samples of a row apart.
 
-`unpad` tries each module whose calls may be packed, with each way to count positions. It keeps the
-first such pair whose hooks (see `packed_calls`) leave the results of padded rows unchanged.
+`unpad` tries each module whose calls may be packed, with each way to count positions. The first
+module and way whose hooks (see `packed_calls`) leave the results of padded rows unchanged are used.
 """
 
 import logging
@@ -65,9 +65,9 @@ def unpad(model: Any, *, logits: bool = True, groups: RowGroups | None = None, c
     `separate_samples` does.
 
     Args:
-        model: Model of transformers. It may have adapters, and may be wrapped for several ranks.
+        model: Model of transformers, which may have adapters and may be wrapped for several ranks.
         logits: Whether logits at padding are returned too. False is for callers that read only the
-            loss: training calls with labels then return logits of shape (1, real tokens,
+            loss, since training calls with labels then return logits of shape (1, real tokens,
             vocabulary).
         groups: Groups of ranks that share packed rows (see `adapters.attention.shared_rows`); the
             ranks of a group have to pass the same batches. None if each rank computes its own rows.
@@ -221,12 +221,13 @@ def _find_stack(model: Any, asked: Any, *, native: str, logits: bool) -> tuple[T
 
     Args:
         model: Model of transformers without wrappers, set to keep samples of a row apart.
-        asked: Model that computes the trial rows: *model*, or a small copy with the same modules.
+        asked: Model that computes the trial rows, either *model* or a small copy with the same
+            modules.
         native: Attention of transformers that computes the padded rows.
         logits: See `unpad`.
 
     Raises:
-        ModelError: No module and way to count positions leaves all results unchanged.
+        ModelError: With each module and way to count positions, some result changes.
     """
     tried: list[tuple[TextStack, dict[str, str]]] = []
     for stack, own in zip(_candidate_stacks(asked), _candidate_stacks(model), strict=True):
@@ -289,7 +290,8 @@ def _draw_ids(model: Any) -> torch.Tensor:
 
 def _longest_probe(config: Any) -> int:
     """
-    Return the tokens of the probe's longest row, which exceeds a bidirectional model's window.
+    Return the number of tokens of the probe's longest row, which exceeds a bidirectional model's
+    window.
     """
     window = getattr(config, "local_attention", 0) if is_bidirectional(config) else 0
     return max(_LONGEST, window + 3)

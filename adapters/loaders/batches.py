@@ -36,8 +36,8 @@ class PackBatches:
     Each iteration yields the batches of `epoch`, and then increases `epoch` by 1. After a state was
     loaded, the first iteration yields only the remaining batches of its epoch. After an iteration
     that stopped early, `set_epoch` or `load_state_dict` has to be called before the next iteration.
-    `state_dict` returns the progress at any batch. `load_state_dict` continues from it, also on
-    another number of ranks.
+    `state_dict` returns the progress at any batch. `load_state_dict` continues from such a
+    progress, also on another number of ranks.
     """
 
     def __init__(
@@ -198,7 +198,8 @@ class EvalBatches:
 
     def is_counted(self, number: int) -> bool:
         """
-        Return whether batch *number* of this rank enters the evaluation, since it is not repeated.
+        Return whether batch *number* of this rank counts in the evaluation; a repeated batch does
+        not.
 
         The result is the same on all ranks that share the batch.
         """

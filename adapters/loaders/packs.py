@@ -52,7 +52,7 @@ NORMALISER = "loss_normaliser"
 
 class PackOfRows(list[Row]):
     """
-    Rows of one pack: the item type of every data set of packs.
+    Rows of one pack; every data set of packs has items of this type.
 
     Attributes: pack: Pack index in the plan. lengths: Index of each row -> planned length. Empty if
     the lengths were compared before.
@@ -73,11 +73,11 @@ class RowsOfPacks(Dataset[PackOfRows]):
 
     def __init__(self, rows: Any, plan: Plan, *, collate: Collate | None = None) -> None:
         """
-        Combine rows with the plan whose packs they fill.
+        Store rows, and the plan that decides their packs.
 
         Args:
             rows: Rows by index: a list, a `datasets.Dataset`, a torch data set or a `RowSource`.
-            plan: Plan of the lengths of these rows.
+            plan: Plan that was made from the lengths of the rows.
             collate: Collator that turns rows into padded batches; None if rows are tokenized.
 
         Raises:

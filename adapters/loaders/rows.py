@@ -11,8 +11,8 @@ excludes it from the loss. `read_row` refuses a row that is not one sample.
 In preference data, a sample is a pair of a chosen and a rejected answer, or a row with one answer.
 From n pairs, TRL's collator makes 2 n rows, the chosen answers first.
 
-`RowSource` reads each row once before training, a few rows at a time, and stores its digest. When
-the row is read again in training, it has to have the same digest.
+`RowSource` reads each row once before training, a few rows at a time, and stores its digest. A row
+that is read again in training has to have the same digest.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ BY_TOKEN = {
 """Columns with a value for each token, or for each sample of a pack. Other columns may be media."""
 
 _VALUED = (ATTENTION, LABELS, *MASKS, *TYPE_COLUMNS)
-"""Columns that, if a row has them, need a value for each token."""
+"""Columns that are optional, but need a value for each token of a row."""
 
 _ROW_MASKS = (ATTENTION, "completion_attention_mask")
 """Names of the attention mask in a batch; the second name is used by KTO in TRL before 1.0."""
@@ -82,9 +82,7 @@ _BLOCK = 8
 """Number of rows that `RowSource` reads at a time."""
 
 _MOST_VALUES = 1 << 16
-"""
-Maximum number of values of an array that its digest covers; they are taken at equal distances.
-"""
+"""Maximum number of values of an array that its digest covers, taken at equal distances."""
 
 _MOST_NAMES = 100
 """Maximum number of characters of a row's column names in a message."""
@@ -142,7 +140,7 @@ class RowSource:
 
         Args:
             decode: Whether to decode files if the length of a row is not known otherwise.
-            num_workers: Processes that read rows; useful where rows are computed when read.
+            num_workers: Number of processes that read rows; useful if reading a row computes it.
             rank: This rank, from 0.
             world_size: Number of ranks that divide the rows.
 
@@ -183,8 +181,8 @@ class RowSource:
 
     def _digest(self, row: Row, index: int) -> bytes:
         """
-        Return the digest of a row. It covers the tokens, labels and media, or all columns if the
-        collator tokenizes the row.
+        Return the digest of a row's tokens, labels and media, or of all its columns if the collator
+        tokenizes the row.
         """
         digest = blake2b(digest_size=16)
         if not isinstance(row, Mapping) or (TOKENS in row and not self.of_pairs):
@@ -332,7 +330,7 @@ class RowFacts:
 
     @property
     def lengths(self) -> IntArray:
-        """Tokens of each row, or `UNKNOWN`; int64, shape (num_rows,)."""
+        """Number of tokens of each row, or `UNKNOWN`; int64, shape (num_rows,)."""
         return self.rows["length"]
 
     def refuse_other_rows(self, indices: Sequence[int], digests: Sequence[bytes]) -> None:
@@ -362,7 +360,7 @@ def tensor_bytes(tensor: torch.Tensor) -> bytes:
 
 
 class _ReadRow(dict[str, Any]):
-    """Row that `read_row` has returned, and need not convert again."""
+    """Row that `read_row` has returned, so that another call returns it unchanged."""
 
 
 def read_row(row: Row, index: int | None = None) -> Row:

@@ -72,8 +72,8 @@ def probe_small_copy(
         config: Configuration (of transformers) of the user's model.
         attn_impl: Value of `model.attn_impl`.
         trust_remote_code: Whether Python code in the model's folder may run.
-        on_cpu: Whether the model trains on a CPU. If not, attentions that run only on a GPU are
-            probed on it.
+        on_cpu: Whether the model trains on a CPU. False probes attentions that run only on a GPU on
+            this GPU.
     """
     return SmallProbe(config, trust_remote_code=trust_remote_code, on_cpu=on_cpu).verdict(attn_impl)
 
@@ -165,8 +165,7 @@ class _SmallCopies:
 
     def measure_copy(self, trial: StrategyTrial, split: tuple[str, ...] = ()) -> tuple[Any, ProbeResult, str | None]:
         """
-        Return a packing copy, its probe result, and the reason against packing; None if there is
-        none.
+        Return a packing copy, its probe result, and the reason against packing, which may be None.
         """
         model = self.build_packing_copy(trial, split)
         measured = packed_and_alone(model, self.row.packed, self.row.samples, alone=self.alone).worst
@@ -185,7 +184,7 @@ class SmallProbe:
 
     on_cpu: bool = True
     """
-    Whether the model trains on a CPU. If not, attentions that run only on a GPU are probed on it.
+    Whether the model trains on a CPU. False probes attentions that run only on a GPU on this GPU.
     """
 
     device: str = "cpu"
@@ -262,9 +261,9 @@ class SmallProbe:
 
 def split_state_layers(model: Any, row: ProbeRow) -> tuple[str, ...]:
     """
-    Make layers that carry a state run sample by sample; return the names of their classes.
+    Make layers that carry a state run sample by sample; return the names of these layers' classes.
 
-    The classes are found and split one after the other.
+    The classes of such layers are found one after the other.
 
     Args:
         model: Model with `keep_rows`.

@@ -41,7 +41,7 @@ _SEED = 7
 """Seed of random tokens and images."""
 
 _WHOLE = ": set sequence_parallel_size to 1, which trains whole rows"
-"""Remedy in the message about a model whose rows ranks cannot share."""
+"""Remedy in the error about a model whose rows cannot be shared by ranks."""
 
 _IDS = 2000
 """Upper limit of drawn token ids. Larger ids may belong to images, or to no token."""
@@ -62,7 +62,7 @@ class ProbeRow:
     """The row as the model receives it in training: positions restart, and there is no mask."""
 
     samples: list[Sample]
-    """Each sample as a batch of its own."""
+    """The samples of the row, each as a batch of its own."""
 
     @classmethod
     def draw(cls, model: Any, lengths: Sequence[int], *, ids: Sequence[int]) -> ProbeRow:
@@ -118,7 +118,8 @@ def probe_ready_model(
         native: Attention of transformers that computes samples alone.
         named: Value of `model.attn_impl`, used in the message.
         asked: Words for the model in the message.
-        groups: Groups of ranks that share rows of the model, all of which have to call this.
+        groups: Groups of ranks that share rows of the model; all ranks of the groups have to call
+            this function.
 
     Returns:
         The measured result; with *groups*, the result of the largest group.
@@ -187,7 +188,8 @@ def probe_sharing_copy(
     model: Any, choice: AttentionChoice, *, named: str, groups: RowGroups, device: Any = None
 ) -> ProbeResult:
     """
-    Probe a small copy of a model whose rows ranks share. All of these ranks have to call this.
+    Probe a small copy of a model whose rows ranks share. All ranks of the groups have to call this
+    function.
 
     The copy is probed in place of a model with sharded weights, which no rank can probe by itself.
 

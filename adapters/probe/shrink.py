@@ -3,10 +3,10 @@ Small copy of a model's configuration: layers keep their kinds and their order, 
 
 Rules depend on the names of keys, not on the model family. Windows, chunks, blocks and the lengths
 at which rotary factors change become shorter than the probe's samples, so that the samples reach
-each mechanism. Other numbers of such a size, under keys that no rule covers, are made smaller by
-trial, if the model still runs with the smaller number. A number that cannot shrink, and is not a
-size of weights, may let samples influence each other at distances that the probe's samples do not
-reach. The model is then refused, and the message names the key.
+each mechanism. Numbers under keys that no rule covers, but that may be such lengths, are made
+smaller by trial, if the model still runs. A number that cannot shrink, and is not a size of
+weights, may let samples influence each other at distances that the probe's samples do not reach.
+The model is then refused, and the message names the key.
 """
 
 import copy
@@ -47,7 +47,7 @@ _SHORT = (8, 16, 32)
 """Numbers of tokens to try for a length; the smallest one that the model accepts is used."""
 
 _REACHED = LONGEST // 2
-"""Number of tokens above which a number may be a length that the probe's samples do not reach."""
+"""Limit above which a number may be a length that the probe's samples do not reach."""
 
 _NO_SIZES = (
     "token_id",
@@ -78,7 +78,8 @@ class _ConfigFacts:
 
     fewest: int
     """
-    The value of `kept`. For a configuration without layers, the smallest number that a part keeps.
+    Number of layers that are kept, or for a configuration without layers, the smallest number that
+    one of its parts keeps.
     """
 
     head: int
@@ -278,7 +279,7 @@ def _rotary_share(config: Mapping[str, Any], rope: Mapping[str, Any]) -> float:
 
 
 def _shrink_rope(rope: Any, context: _ConfigFacts) -> Any:
-    """Shrink rotary parameters, given once or for each kind of layer."""
+    """Shrink rotary parameters, which are set once or for each kind of layer."""
     if not isinstance(rope, Mapping):
         return rope
     if any(isinstance(value, Mapping) for value in rope.values()):

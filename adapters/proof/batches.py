@@ -1,6 +1,4 @@
-"""
-Packed batch from any collator: finding where each sample begins, and splitting it into samples.
-"""
+"""Reading of a packed batch from any collator: where samples begin, and each sample as a batch."""
 
 from __future__ import annotations
 
@@ -22,8 +20,8 @@ _ROW_KEYS = ("attention_mask", "cu_seq", "max_length", "max_seq", "seq_idx", "se
 
 _NUMBERING_KEYS = MappingProxyType({"seq_idx": 1, "attention_mask": 2})
 """
-Key -> maximum value from which the key's values are numbers of samples. A mask of 0 and 1 only
-marks padding.
+Key -> smallest maximum of its values at which they are sample numbers. An attention mask of 0 and 1
+only marks padding.
 """
 
 Starts = Sequence[int] | Sequence[Sequence[int]]
@@ -80,8 +78,8 @@ class PackedBatch:
 
         Args:
             batch: Arguments of the model, of packed rows.
-            starts: First token of each sample. None takes the tokens at which positions restart.
-                Without positions, each of several rows is a sample.
+            starts: First token of each sample. None takes the tokens at which `position_ids`
+                restart. Without position ids, each of several rows is a sample.
 
         Raises:
             ArgumentError: The batch has no packed rows, or its tensors disagree on where samples

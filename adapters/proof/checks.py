@@ -28,7 +28,7 @@ def assert_isolated(model: torch.nn.Module, batch: Mapping[str, Any], starts: St
     Assert that no sample of a packed batch depends on another sample.
 
     The gradient of each sample's logits with respect to the embeddings of all other samples has to
-    be exactly 0. The model computes in evaluation mode, and its mode is restored.
+    be exactly 0. The model computes in evaluation mode; afterwards its mode is restored.
 
     Args:
         model: Any model that returns logits, as a tensor or as `logits` of its output.
@@ -38,7 +38,7 @@ def assert_isolated(model: torch.nn.Module, batch: Mapping[str, Any], starts: St
 
     Raises:
         MismatchError: A sample depends on another sample. The error is an AssertionError, and names
-            the first two such samples and the first module that mixes them.
+            two such samples and the first module that mixes them.
         ArgumentError: The batch has no packed rows, or its parts disagree on where samples begin.
         ModelError: The model has no gradients.
     """

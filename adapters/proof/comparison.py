@@ -80,7 +80,7 @@ class Comparison:
     """Difference of the sum of the weighted losses."""
 
     gradients: float
-    """Norm of the difference of the gradients, divided by the norm of the expected gradients."""
+    """Norm of the difference of the gradients, divided by `norms` of the expected outcome."""
 
     weight: str
     """Name of the weight whose gradient differs most."""
@@ -114,7 +114,7 @@ def packed_and_alone(
         model: Model in evaluation mode, set to pack.
         packed: Rows, with the arguments of the call.
         samples: The rows' samples, in their order.
-        alone: Outcome of `run_alone`. If it has no gradients, the gradients of weights are not
+        alone: Outcome of `run_alone`. Without gradients in *alone*, gradients of weights are not
             compared.
         call: Function by which a trainer calls the model; None calls the model itself.
         readers: Indices of samples whose dependence on other samples is computed; None takes all.
@@ -279,7 +279,7 @@ def reduce_differences(tokens: torch.Tensor, *, median: bool) -> float:
     Args:
         tokens: Difference of each token; shape (tokens,).
         median: Whether to take the median, since rounding may choose other experts for some tokens.
-            It is 0 for samples of few tokens.
+            The median counts as 0 for samples of few tokens.
     """
     if not bool(tokens.isfinite().all()):
         return math.inf
@@ -338,7 +338,7 @@ def experts_may_differ(model: torch.nn.Module) -> bool:
     """
     Return whether rounding may make a model choose other experts for a token.
 
-    Rounding may do so if router scores are rounded to 16 bits or TF32.
+    Rounding may change the choice if router scores are rounded to 16 bits or TF32.
     """
     has_experts = any("expert" in name for name, _ in model.named_modules())
     return has_experts and _rounding_step(compute_precision(model)) >= _TF32

@@ -12,7 +12,7 @@ together. The store may be in the process of rank 0, which therefore ends only a
 have read it.
 
 If weights are sharded, no rank can compute a pass alone. So if one rank has a first call, all ranks
-compare their calls: loss and outputs, without gradients. If there is a difference, all ranks end at
+compare their calls: loss and outputs, without gradients. If a difference is found, all ranks end at
 once.
 """
 
@@ -44,7 +44,7 @@ log = logging.getLogger(__name__)
 
 _NUMBERS = count()
 """
-Counter of `FirstCalls` in this process. It agrees between ranks, which hook their models in the
+Counter of `FirstCalls` in this process, which agrees between ranks, since all hook models in the
 same order.
 """
 
@@ -54,9 +54,9 @@ _MODELS = count()
 _ASKED_CALLS = 16
 """
 Number of consecutive calls without a new kind, after which ranks with sharded weights stop
-exchanging whether they have one.
+exchanging whether a call has a new kind.
 
-Each exchange makes a GPU wait for all ranks.
+Each such exchange makes a GPU wait for all ranks.
 """
 
 _NEEDED = {"input_ids", "inputs_embeds", "attention_mask", "labels"}
@@ -74,7 +74,7 @@ _HOOKLESS = "without hooks"
 """Word by which a rank announces that its hooks are removed."""
 
 NOT_PACKED = "the text stack gets no attention_mask of shape (rows, positions)"
-"""Reason why a text stack that could be packed is not."""
+"""Reason why a text stack is computed with padding although it could be packed."""
 
 
 @attrs.define(eq=False)
@@ -133,7 +133,7 @@ class _StoredFact:
     def _await_readers(self, store: Any, world_size: int) -> None:
         """
         Wait at the end of rank 0, for at most `_HOLD_S`, until all ranks have read the store as
-        often.
+        often as rank 0.
         """
         deadline, names = time.monotonic() + _HOLD_S, [f"{self.key}/reads/{rank}" for rank in range(1, world_size)]
         with suppress(dist.DistError):
@@ -164,13 +164,13 @@ class FirstCalls:
             module: The model, its wrapper or its text stack.
             given: Arguments of the call by name.
             tokens: Real tokens of the batch; None if the call is not packed.
-            meets: Whether ranks with sharded weights exchange their findings. They do so once in
-                each call, whether or not their batches are padded, so that every rank does so the
-                same number of times.
+            meets: Whether ranks with sharded weights exchange their findings. Ranks exchange
+                findings once in each call, whether or not a batch is padded, so that every rank
+                does so the same number of times.
 
         Raises:
             MismatchError: The passes differ. On several ranks with whole weights, `refuse_step`
-                raises it instead.
+                raises this error instead.
         """
         if has_ranks():
             self._stored.join()
@@ -207,8 +207,8 @@ class FirstCalls:
         self, module: Any, given: dict[str, Any], tokens: RealTokens | None, *, is_new: bool, meets: bool = True
     ) -> bool:
         """
-        Return whether any rank has a new kind of call. Every rank has to call this the same number
-        of times.
+        Return whether any rank has a new kind of call. Every rank has to call this method the same
+        number of times.
         """
         mode = module, module.training, torch.is_grad_enabled()
         left = self._calls_left.get(mode, _ASKED_CALLS) if meets else 0
@@ -291,7 +291,8 @@ def _describe_call(module: Any, given: dict[str, Any], tokens: RealTokens | None
 
 def _raise_first(fact: str | None) -> None:
     """
-    Raise MismatchError with the fact of the first rank that has one. Every rank has to call this.
+    Raise MismatchError with the fact of the first rank that has one. Every rank has to call this
+    function.
     """
     for rank, found in enumerate(gather_from_ranks(fact)):
         if found is not None:
@@ -326,14 +327,14 @@ def raising_together(model: torch.nn.Module) -> Iterator[None]:
 
 def _meet_ranks(key: str, word: str) -> list[str]:
     """
-    Wait, without a collective, until all ranks have called this; return the word of each rank.
+    Wait, without a collective, until all ranks have called this function; return each rank's word.
 
     Args:
         key: Prefix of keys in the store, the same on all ranks.
         word: Word of this rank.
 
     Raises:
-        MismatchError: A rank has not called this within `_PATIENCE`.
+        MismatchError: A rank has not called this function within `_PATIENCE`.
     """
     store, rank = _get_default_store(), dist.get_rank()
     store.set(f"{key}/{rank}", word)

@@ -20,7 +20,7 @@ from packplan.adapters.proof.batches import PackedBatch, Shape
 from packplan.core.errors import ModelError
 
 _SEED = 11
-"""Seed of random weights. Gradients are those of a tensor's values, summed with these weights."""
+"""Seed of the random weights of a tensor's values, whose weighted sum is differentiated."""
 
 
 def view_by_token(value: Any, shape: Shape) -> torch.Tensor | None:
@@ -89,8 +89,8 @@ class Dependence:
 
     own: float
     """
-    Largest gradient with respect to sample `reader`. If it is 0 or not finite, the test proves
-    nothing.
+    Largest gradient with respect to sample `reader`; if the gradient is 0 or not finite, the test
+    proves nothing.
     """
 
     @property

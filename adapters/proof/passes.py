@@ -186,7 +186,7 @@ def difference_text(found: Pass, expected: Pass) -> str | None:
 
     Args:
         found: Packed pass.
-        expected: Padded pass. Its values that are not finite are not compared.
+        expected: Padded pass. Values of the padded pass that are not finite are not compared.
     """
     if found.isolation:
         return ProbeResult(found.isolation, 0.0).reason_against_packing(limit=expected.limit)

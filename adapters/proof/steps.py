@@ -3,8 +3,8 @@ Assertion that an optimizer step of a user's trainer is the mean over its superv
 
 A trainer of transformers runs its own `train` to the end of the first step, including its loader,
 gradient accumulation, number of items, `training_step` and log. Only the update of the weights is
-left out. If a function is passed instead, it is called unchanged. Afterwards weights, gradients,
-buffers, random state and the trainer's attributes are restored.
+left out. If a function is passed instead of a trainer, it is called unchanged. Afterwards weights,
+gradients, buffers, random state and the trainer's attributes are restored.
 
 The reference computes the batches of the step again, without dropout, and takes the mean over the
 supervised tokens of all ranks, in float32 from the logits. So no part of the reference depends on
@@ -79,8 +79,8 @@ def assert_step_loss(trainer: Any, *, model: torch.nn.Module | None = None, limi
     mean.
 
     All forward and backward passes of the first training step are computed on all ranks, but
-    weights are not updated. Every rank has to call this function. Dropout is off meanwhile.
-    Afterwards weights, gradients, random state and the trainer's state are restored.
+    weights are not updated. Every rank has to call this function. Dropout is off during the
+    comparison. Afterwards weights, gradients, random state and the trainer's state are restored.
 
     Args:
         trainer: Trainer of transformers, or a function that computes the gradients of one step and
@@ -261,7 +261,7 @@ def has_ranks() -> bool:
 
 
 def gather_from_ranks(value: Any) -> list[Any]:
-    """Return the values of all ranks, in rank order. Every rank has to call this."""
+    """Return the values of all ranks, in rank order. Every rank has to call this function."""
     if not has_ranks():
         return [value]
     found = [value] * dist.get_world_size()

@@ -76,7 +76,7 @@ class PlannedPacks(Dataset[PackOfRows]):
     Packs of an ms-swift data set: item k has the encoded rows of pack k.
 
     Every process plans by itself, and gets the same packs, since equal lengths give equal packs. A
-    row that has another length than planned, or that cannot be encoded, raises an error. It is not
+    row that has another length than planned, or that cannot be encoded, raises an error, and is not
     replaced by another row.
     """
 

@@ -60,8 +60,9 @@ def install(
             swift` writes. None allows any plan.
         any_version: Whether to accept a version of ms-swift that was not tested.
         check: Whether the first pack is compared with its samples alone, before the first step.
-        degrees: Maximum number of ranks that share a pack longer than `--packing_length`. It has to
-            be a power of two that divides the number of ranks; `auto` takes the largest one.
+        degrees: Maximum number of ranks that share a pack longer than `--packing_length`. The
+            number has to be a power of two that divides the number of ranks; `auto` takes the
+            largest one.
         max_left_out: Largest share of the training rows that may be left out, since they are too
             long or cannot be encoded. If ms-swift leaves out more rows, the command stops.
         take_stored: Function that returns the rows of a pipeline with stored lengths, and raises
@@ -131,7 +132,7 @@ class _PlannedPipeline:
     """Steps of ms-swift's training pipeline that plan and train packs, or only skip padding."""
 
     checksum: str | None
-    """See `install`, also for the next four fields."""
+    """This field and the next four fields are arguments of `install`."""
 
     check: bool
     degrees: int | Literal["auto"]

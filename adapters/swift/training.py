@@ -42,8 +42,8 @@ def follow_plan(
 
     Raises:
         ArgumentError: A setting contradicts the plan.
-        MismatchError: Ranks have different plans or rows. Training raises it if the first pack
-            trains differently from its samples alone.
+        MismatchError: Ranks have different plans or rows. Training raises this error if the first
+            pack trains differently from its samples alone.
         ModelError: The probe fails: samples of a row influence each other.
     """
     packs, eval_packs, sharing = trainer.train_dataset, _eval_packs(trainer), row_ranks if degrees == 1 else degrees

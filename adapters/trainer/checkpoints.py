@@ -37,7 +37,7 @@ _FRESH = "to start again from its weights, set model.model to this folder"
 """Advice about a checkpoint that this run cannot resume from."""
 
 _OTHER_VARIANT = f"but another custom.trainer_variant made it: restore that; {_FRESH}"
-"""Reason why a plan cannot resume from a checkpoint of a stream, or a stream from a plan's."""
+"""Reason why a plan cannot resume from a checkpoint of a stream, or a stream from one of a plan."""
 
 _FOREIGN = f"but it has no progress of a plan, since Packplan did not write it; {_FRESH}"
 """Reason why no run can resume from a checkpoint that has no resume state."""

@@ -86,7 +86,9 @@ class RunConsole(ProgressCallbackNew):  # type: ignore[misc]  # its library has 
             self._bar.update(text=self._numbers)
 
     def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **options: Any) -> None:
-        """Write all numbers to `logging.jsonl`, and show those that have a format."""
+        """
+        Write all numbers to `logging.jsonl`, and log a line of the numbers that have a format.
+        """
         super().on_log(args, state, control, logs, **options)
         numbers = logs | {"remaining_time": " ".join(logs["remaining_time"].split()[:2])}  # two units of time
         step = numbers_text(numbers, STEP if "loss" in logs else OTHERS)

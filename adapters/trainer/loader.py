@@ -54,8 +54,8 @@ class PackedDataset(Dataset[PackOfRows | PackplanError]):
             encoder: Encoder of samples, which compares them with the plan.
             packs_of: Function that returns the packs of an epoch.
             table: Measurements of all records, with which encoded samples are compared.
-            packed: Whether the samples of a pack share a row. If not, every pack has one sample,
-                and batches are padded.
+            packed: Whether the samples of a pack share a row. False means that every pack has one
+                sample, and that batches are padded.
         """
         self.encoder, self.packs_of, self.table, self.packed = encoder, packs_of, table, packed
 

@@ -1,7 +1,7 @@
 """
 ms-swift's trainer on packs of a plan or of a stream.
 
-It adds fixes without which training goes wrong silently:
+The trainer has these fixes, without which training would go wrong silently:
 
 - the fourth row of position ids, which keeps samples apart
 - a loss normaliser over all ranks
@@ -13,7 +13,7 @@ It adds fixes without which training goes wrong silently:
 - an error before saving, if a loss, gradient or weight is not finite
 
 With a plan, the packs of a step pass through these methods, from top to bottom. The table names the
-class that defines each method: `PlanTrainer` or a base class of it. Only `__init__` and
+class that defines each method, which is `PlanTrainer` or a base class of it. Only `__init__` and
 `_inner_training_loop` are defined by two of these classes. Every other `super()` calls a method of
 ms-swift or transformers.
 
@@ -82,7 +82,7 @@ _RESTORE = "restore the settings that it was trained with, or name another check
 
 class SkipDuplicateFinalEval(TrainerCallback):
     """
-    Skips the second evaluation and save after the last step.
+    Callback that skips the second evaluation and save after the last step.
 
     Without this callback, ms-swift evaluates and saves at the last step, and again at the end of
     the epoch.
@@ -95,7 +95,9 @@ class SkipDuplicateFinalEval(TrainerCallback):
 
 
 class KeepIntervals(TrainerCallback):
-    """Restores this run's intervals of logging, saving and evaluation after a resume."""
+    """
+    Callback that restores this run's intervals of logging, saving and evaluation after a resume.
+    """
 
     def on_train_begin(self, args: Any, state: TrainerState, *_: Any, **__: Any) -> None:
         """Replace intervals that a checkpoint may have restored in *state* by this run's."""
@@ -103,7 +105,10 @@ class KeepIntervals(TrainerCallback):
 
 
 class SaveOnSigterm(TrainerCallback):
-    """On SIGTERM, saves one checkpoint of all ranks after the current step, and ends training."""
+    """
+    Callback that on SIGTERM saves one checkpoint after the current step of all ranks, and ends
+    training.
+    """
 
     def __init__(self, group: RankGroup) -> None:
         self.group = group
@@ -130,7 +135,7 @@ class SaveOnSigterm(TrainerCallback):
 
 
 class WeightSize(TrainerCallback):
-    """Records the root mean square of the trained weights before the first step."""
+    """Callback that records the root mean square of the trained weights before the first step."""
 
     before: float | None = None
 

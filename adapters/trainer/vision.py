@@ -93,7 +93,7 @@ def add_media_positions(
         batch: Batch as ms-swift collates it; changed in place.
         template: Template with its model.
         samples: Encoded samples, in the order of the batch.
-        packed: Whether the samples share one row. If not, each sample has its own padded row.
+        packed: Whether the samples share one row, instead of having a padded row each.
     """
     batch.setdefault(IMAGES.pixels, None)  # some templates read it unconditionally
     text = batch.get(_POSITIONS)

@@ -1,9 +1,9 @@
 """
-Trainer of a stream: packs are made during training, so their number is not known before.
+Trainer of a stream, whose packs are made during training, so that their number is not known before.
 
 Ranks run out of packs at different times. Before each step, one small collective decides whether
 the step takes place. Without `training.packing_drop_last`, steps continue until no rank has a pack
-left. Until then, a rank without packs trains a pack whose tokens have weight 0. With
+left. Meanwhile, a rank without packs trains a pack whose tokens have weight 0. With
 `training.packing_drop_last`, an epoch ends when any rank has too few packs for a step, and the
 remaining packs of all ranks are dropped.
 
