@@ -2,7 +2,8 @@
 
 import functools
 import gc
-import importlib
+import importlib.metadata
+import types
 
 # Looking at a million objects again and again that live as long as the process costs 1.3 s of 8.
 gc.disable()
@@ -10,10 +11,13 @@ gc.disable()
 import datasets  # noqa: E402
 import deepspeed  # noqa: E402
 import PIL.Image  # noqa: E402
+import torch  # noqa: E402
 from swift.model import model_meta  # noqa: E402
 from transformers.configuration_utils import PreTrainedConfig  # noqa: E402
 from transformers.conversion_mapping import get_checkpoint_conversion_mapping  # noqa: E402
 from transformers.models.auto.video_processing_auto import video_processor_class_from_name  # noqa: E402
+
+from packplan.adapters.samples import arguments  # noqa: E402
 
 # What the commands and the libraries import when they first need it.
 for module in (
@@ -32,12 +36,18 @@ PIL.Image.init()
 # It would compile an extension for two minutes, once on each machine; gloo does the same.
 deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
 # ms-swift compares a model's name with all that it knows: a twentieth of a run's time.
-model_meta.get_matched_model_meta = functools.cache(model_meta.get_matched_model_meta)
+matched = functools.cache(model_meta.get_matched_model_meta)
+arguments.get_matched_model_meta = model_meta.get_matched_model_meta = matched
+# It looks up versions for each model that it opens: another thirtieth.
+importlib.metadata.version = functools.cache(importlib.metadata.version)
 # transformers writes each configuration out, for a log that is off: an eighth of a run's time.
 PreTrainedConfig.__repr__ = object.__repr__
 # A pool for each map takes a third of a run, and its fork would wait for threads of others.
 mapped = datasets.Dataset.map
 datasets.Dataset.map = lambda *args, **options: mapped(*args, **options | {"num_proc": None})
+# Of each seed, torch keeps the stack for devices that are not there: a twentieth of a run.
+for device in (torch.cuda, torch.mtia, torch.xpu):
+    device.traceback = types.SimpleNamespace(format_stack=list)
 # Compiles 700 expressions, once in a process that loads or saves a model.
 get_checkpoint_conversion_mapping("qwen2")
 

@@ -53,10 +53,12 @@ def main(commands: list[tuple[str, str, list[str]]], folder: str) -> None:
 
     from packplan.app import plugin
     from packplan.app.plan.__main__ import main as plan
+    from tests.verdicts import keep_verdicts
 
     tasks = {"sft": sft_main, "pt": pretrain_main, "rlhf": rlhf_main, "plan": plan, "plugin": plugin.main}
     spy = Spy(folder)
     start_adapters_alike()
+    keep_verdicts()
     for name, task, words in commands:
         spy.folder = Path(folder, name)
         spy.folder.mkdir(exist_ok=True)

@@ -9,18 +9,21 @@ from pathlib import Path
 from typing import Any
 
 import packplan as pp
-from packplan.adapters.hf import unpad as unpadding
+from packplan.adapters.hf.unpad import separate_samples
 from packplan.hf import use_plan
 from packplan.testing import assert_step_loss
 from tests.e2e.alone import Gradients, step_alone, token_losses
 from tests.hosts.pages import HOSTED
 from tests.nearness import FLOAT32, apart
+from tests.verdicts import keep_verdicts
 
 # isort: split
 import numpy as np
 import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText, Trainer, TrainingArguments
+
+keep_verdicts()
 
 PACKING_LENGTH, EPOCHS = 64, 2
 
@@ -95,22 +98,6 @@ if HOSTED:
             cell_of(trainer, model, 2, 3, row_ranks="auto", packing_length=32)
         ]
 """Name -> runs after one another in one folder."""
-
-
-_VERDICTS: dict[tuple[object, ...], Any] = {}
-
-_probe = unpadding.probe_small_copy
-
-
-def probe_once(config: Any, **options: Any) -> Any:
-    """Return the verdict on a model; a probe takes as long as the rest of a case."""
-    key = (type(config), config.to_json_string(use_diff=False), *sorted(options.items()))
-    if key not in _VERDICTS:
-        _VERDICTS[key] = _probe(config, **options)
-    return _VERDICTS[key]
-
-
-unpadding.probe_small_copy = probe_once
 
 
 def model_of(name: str, attention: str = "sdpa", kind: Any = None, **keys: Any) -> Any:
@@ -306,7 +293,7 @@ def make(folder: str) -> None:
 def main(folder: str) -> None:
     """Run all cells, each in processes and in a folder of its own, which inherit the verdicts."""
     for model in {cell["model"] for cells in CELLS.values() for cell in cells}:
-        unpadding.separate_samples(model_of(model, "packplan"), ready=False)
+        separate_samples(model_of(model, "packplan"), ready=False)
     for name, cells in CELLS.items():
         (out := Path(folder, name)).mkdir()
         for cell in cells:
