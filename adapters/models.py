@@ -102,35 +102,35 @@ def hold_buffers_and_rng(model: torch.nn.Module) -> Iterator[None]:
 
 
 @torch.no_grad()
-def root_mean_square(weights: Iterable[torch.Tensor], *, sharded: bool = False) -> float:
+def root_mean_square(weights: Iterable[torch.Tensor], *, device: torch.device | None = None) -> float:
     """
     Return the root mean square of the trained weights; NaN or infinity if a weight is not finite.
 
     Args:
         weights: Weights of the model, or this rank's part of them.
-        sharded: Whether to sum over all ranks; then every rank has to call this.
+        device: Device of a sum over all ranks; then every rank has to call this. None sums over
+            this rank alone.
     """
-    squares, number = sum_of_squares((one for one in weights if one.requires_grad), sharded=sharded)
+    squares, number = _sum_of_squares((one for one in weights if one.requires_grad), device=device)
     return math.sqrt(squares / max(1.0, number))
 
 
-@torch.no_grad()
-def sum_of_squares(tensors: Iterable[torch.Tensor], *, sharded: bool) -> tuple[float, float]:
+def _sum_of_squares(tensors: Iterable[torch.Tensor], *, device: torch.device | None) -> tuple[float, float]:
     """
     Return the sum of squares of all elements, and the number of elements.
 
     Args:
         tensors: Whole tensors, or this rank's parts of them.
-        sharded: Whether to sum over all ranks; then every rank has to call this. A tensor that
-            several ranks have in full counts once.
+        device: See `root_mean_square`. A tensor that several ranks have in full counts once.
     """
     sums = torch.zeros(2, dtype=torch.float64)
     for tensor in tensors:
         part = local_part(tensor)
-        share = _counted_share(tensor) if sharded else 1.0
+        share = 1.0 if device is None else _counted_share(tensor)
         norm = torch.linalg.vector_norm(part, dtype=torch.float64).cpu()
         sums += share * torch.stack([norm**2, torch.tensor(part.numel(), dtype=torch.float64)])
-    if sharded:
+    if device is not None:
+        sums = sums.to(device)  # ranks of other trainers may meet on their GPUs alone
         dist.all_reduce(sums)
     squares, number = sums.tolist()
     return squares, number

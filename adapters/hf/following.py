@@ -25,17 +25,20 @@ import torch
 from accelerate.utils import gather_object
 from transformers import TrainerCallback
 from transformers.trainer_callback import ExportableState
+from transformers.trainer_utils import get_last_checkpoint
 
 from packplan.adapters.attention import NAME, using_native_attention
 from packplan.adapters.attention.packed_row import RealTokens, read_row
 from packplan.adapters.attention.shared_rows import RowGroups, count_tokens, sharing_by
 from packplan.adapters.hf.first_pack import require_pack_as_alone
+from packplan.adapters.hf.saving import KeepsCheckpoints, find_damage
+from packplan.adapters.hf.telemetry import LogsPacks, text_pack_stats
 from packplan.adapters.loaders.batches import EvalBatches, PackBatches, read_saved_progress
 from packplan.adapters.loaders.packs import NORMALISER, PACK, PackLoader, refuse_other_packs
 from packplan.adapters.loaders.rows import count_supervised
 from packplan.adapters.model_folder import model_file_facts
 from packplan.adapters.models import replace_attributes
-from packplan.adapters.trainer_state import add_digest_on_save, find_damaged_part, find_other_parts
+from packplan.adapters.trainer_state import find_other_parts
 from packplan.core.batch import IGNORED_LABEL, pack_degrees
 from packplan.core.config.identity import FIXED_ARGUMENTS, flat_values
 from packplan.core.equality import NATIVE
@@ -173,12 +176,6 @@ class FollowsSchedule:
             self.pack_batches.restart()  # at its start already, unless this trainer has trained before
         else:
             self.pack_batches.load_state_dict(read_saved_progress(Path(folder)))
-            engine = self.accelerator.state.deepspeed_plugin
-            stage = None if engine is None else engine.hf_ds_config.get_value("zero_optimization.stage", 0)
-            facts = [find_other_parts(Path(folder), stage=stage, num_ranks=self.args.world_size)]
-            facts += gather_object([facts[0] or find_damaged_part(Path(folder), rank=self.args.process_index)])
-            if fact := next(filter(None, facts), None):
-                raise ArgumentError("host", f"{folder} cannot be resumed from: {fact}")
         self._progress.step = self.schedule.start.step
         return super()._inner_training_loop(*args, **options)  # type: ignore[misc]  # of the trainer's class
 
@@ -197,7 +194,6 @@ class FollowsSchedule:
         # The trainer may have restored a copy of the callback, which follows nothing.
         self.callback_handler.remove_callback(PackplanProgress)
         self.callback_handler.add_callback(self._progress)
-        add_digest_on_save(self.state)
         return self.schedule.start.epoch, 0  # the sampler begins where the checkpoint ended
 
     def _run_epoch(self, *, epoch: int, **options: Any) -> None:
@@ -356,7 +352,7 @@ class ComputesPacks:
         return float(inputs[NORMALISER]) if NORMALISER in inputs else count_supervised(inputs["labels"])
 
 
-class ServesPacks(ComputesPacks, FollowsSchedule):
+class ServesPacks(KeepsCheckpoints, ComputesPacks, LogsPacks, FollowsSchedule):
     """Mixin that makes a trainer of another library load and evaluate packs."""
 
     model: Any
@@ -404,18 +400,59 @@ class ServesPacks(ComputesPacks, FollowsSchedule):
         """
         self.train_packs, self._eval_packs, self.collate = packs, eval_packs, collator
         self._eval_degrees = eval_degrees
-        self._checks_first_pack = check
+        self._checks_first_pack, self.evaluates_packs = check, eval_packs is not None
+        self._loaders, stats = [], text_pack_stats(plan, self.model)
+        self.pack_stats = lambda _: stats
         # Consecutive ranks share rows where the schedule has fewer ranks than were started.
         rank, size = self.args.process_index // (self.args.world_size // schedule.world_size), schedule.world_size
         facts: dict[str, Any] = {"plan": plan.checksum, "data": digest, "identity": self._identity()}
         facts["inputs"] = {"packing_length": plan.raw.packing_length}
-        self.follow(PackBatches(schedule, rank, size, state=ResumeState.from_schedule(schedule, **facts)))
+        batches = PackBatches(schedule, rank, size, state=ResumeState.from_schedule(schedule, **facts))
+        self.follow(batches, around_epoch=self.logging_epoch)
+        self.keep_checkpoints()
         self.show(_start_table(self, plan, schedule))
 
     def show(self, text: str) -> None:
         """Print lines on rank 0, whatever the log level."""
         if self.is_world_process_zero():  # type: ignore[attr-defined]  # of the trainer's class
             print(fit_lines(f"packplan: {text}"), flush=True)
+
+    def train(self, resume_from_checkpoint: Any = None, *args: Any, **options: Any) -> Any:
+        """
+        Train as the trainer does. Before a resumed run loads anything, its checkpoint is verified.
+
+        Args:
+            resume_from_checkpoint: Folder of a checkpoint. True takes the last one in the output
+                folder.
+            *args: Further arguments of the trainer's method.
+            **options: Options of the trainer's method.
+
+        Raises:
+            ArgumentError: The checkpoint has no progress of a plan, one of its files has changed,
+                or this run cannot take its optimizer.
+            CorruptArtefactError: The trainer's state in it is damaged.
+        """
+        folder = resume_from_checkpoint or None
+        folder = get_last_checkpoint(self.args.output_dir) if folder is True else folder
+        if folder is not None:
+            self._verify(Path(folder))
+            self.last_save = str(folder)
+        result = super().train(resume_from_checkpoint, *args, **options)  # type: ignore[misc]
+        step, total = self.state.global_step, self.schedule.total_steps
+        if self.was_terminated and step < total:
+            then = f"resume_from_checkpoint {self.last_save} continues from there"
+            self.show(f"SIGTERM: saved a checkpoint at step {step:,} of {total:,}; {then}")
+        return result
+
+    def _verify(self, folder: Path) -> None:
+        """Refuse a checkpoint whose files have changed, or whose optimizer this run cannot take."""
+        read_saved_progress(folder)
+        engine, args = self.accelerator.state.deepspeed_plugin, self.args
+        stage = None if engine is None else engine.hf_ds_config.get_value("zero_optimization.stage", 0)
+        fact = find_other_parts(folder, stage=stage, num_ranks=args.world_size)
+        fact = fact or find_damage(folder, share=args.process_index, num_shares=args.world_size)
+        if fact := next(filter(None, gather_object([fact])), None):
+            raise ArgumentError("host", f"{folder} cannot be resumed from: {fact}")
 
     def set_initial_training_values(self, *args: Any) -> Any:
         """Return the training counts of the schedule, and print where a resumed run continues."""
@@ -439,6 +476,7 @@ class ServesPacks(ComputesPacks, FollowsSchedule):
         if self._checks_first_pack and batches:
             require_pack_as_alone(self, batches, num_items)
             self._checks_first_pack = False
+            self.lap_seconds()
         return batches, num_items
 
     @contextmanager
@@ -454,7 +492,8 @@ class ServesPacks(ComputesPacks, FollowsSchedule):
 
     def get_train_dataloader(self, *_: Any, **__: Any) -> Any:
         """Return the data loader of this rank's training packs."""
-        return self._make_loader(self.train_packs, self.pack_batches)
+        self._loaders.append(loader := self._make_loader(self.train_packs, self.pack_batches))
+        return loader
 
     def get_eval_dataloader(self, eval_dataset: Any = None) -> Any:
         """
@@ -465,11 +504,6 @@ class ServesPacks(ComputesPacks, FollowsSchedule):
         ranks: dict[str, Any] = {"rank": self.pack_batches.rank, "world_size": self.schedule.world_size}
         batches = EvalBatches(len(self._eval_packs), 1, degrees=self._eval_degrees, **ranks)
         return self._make_loader(self._eval_packs, batches)
-
-    def log(self, logs: dict[str, float], *args: Any, **options: Any) -> None:
-        """Log values as the trainer does, without samples per second, which would count packs."""
-        logs = drop_pack_rates(logs, of_evaluation=self._eval_packs is not None)
-        super().log(logs, *args, **options)  # type: ignore[misc]  # of the trainer's class
 
     def _make_loader(self, packs: Any, batches: Any) -> PackLoader:
         return PackLoader(packs, self.args, batch_sampler=batches, collate_fn=self.collate)
@@ -511,20 +545,6 @@ def _model_facts(model: Any) -> dict[str, Any]:
     """
     name = getattr(getattr(model, "config", None), "name_or_path", "")
     return (model_file_facts(Path(name)) or {"model.model": name}) if name else {}
-
-
-def drop_pack_rates(logs: dict[str, float], *, of_evaluation: bool = True) -> dict[str, float]:
-    """
-    Remove samples per second from *logs*, since trainers count packs, and return *logs*.
-
-    Args:
-        logs: Values to log.
-        of_evaluation: Whether the evaluation has run on packs too.
-    """
-    for name in [name for name in logs if name.endswith("_samples_per_second")]:
-        if of_evaluation or name.startswith("train_"):
-            del logs[name]
-    return logs
 
 
 def insert_base_class(trainer: Any, base: type) -> None:

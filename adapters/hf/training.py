@@ -320,12 +320,11 @@ class _PlannedTraining(ServesPacks):
         self.pack_batches.state = attrs.evolve(state, data=facts.digest)
         return super()._inner_training_loop(*args, **options)
 
-    def _save_checkpoint(self, model: Any, trial: Any) -> None:
-        """Save a checkpoint, with the facts of the rows."""
+    def _save_rng_state(self, output_dir: str) -> None:
+        """Save the random state in a checkpoint, with the facts of the rows."""
         if self.args.should_save and self.train_packs.facts is not None:
-            folder = Path(self._get_output_dir(trial), f"checkpoint-{self.state.global_step}")  # type: ignore[attr-defined]  # of the trainer's class
-            self.train_packs.facts.save(folder)
-        super()._save_checkpoint(model, trial)  # type: ignore[misc]  # of the trainer's class
+            self.train_packs.facts.save(Path(output_dir))
+        super()._save_rng_state(output_dir)
 
     @contextmanager
     def prepared(self, inputs: dict[str, Any]) -> Iterator[dict[str, Any]]:

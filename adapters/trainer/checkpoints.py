@@ -1,22 +1,19 @@
-"""Choice of the checkpoint that a run resumes from, digests of its files, and its resume state."""
+"""Choice of the checkpoint that a run resumes from, and its resume state."""
 
 from __future__ import annotations
 
-import hashlib
-import json
 import logging
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from fnmatch import fnmatch
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
 import attrs
 
+from packplan.adapters.hf.saving import find_damage, has_digests
 from packplan.adapters.loaders.batches import PROGRESS, find_progress
-from packplan.adapters.progress import BRIEF_S, progress
 from packplan.adapters.trainer_state import COPY_AGAIN, STATE, read_trainer_state, require_same_step
-from packplan.core.errors import ConfigError, CorruptArtefactError, Difference, StaleError, counted, verb_for
+from packplan.core.errors import ConfigError, CorruptArtefactError, Difference, StaleError, verb_for
 from packplan.core.fingerprint import from_plain, seal, to_plain, unseal
 from packplan.core.ports import RankGroup
 from packplan.core.schedule import ResumeState
@@ -46,15 +43,6 @@ CHECKPOINT_KEY = "training.resume_from_checkpoint"
 
 _MOST_NAMED = 3
 """Largest number of differences from another run that a message names."""
-
-_CHUNK = 2**20
-"""Bytes of a file that are read at a time."""
-
-_DIGESTS = "packplan_digests_*.json"
-"""
-Pattern of the names of digest files in a checkpoint, one file per rank. Each digest file has the
-number of digest files, and the SHA-256 of a share of the other files by name.
-"""
 
 
 @attrs.frozen
@@ -157,64 +145,11 @@ def attention_entry(attn_impl: str) -> dict[str, Any]:
     return {_ATTENTION: {"attn_impl": attn_impl}}
 
 
-def remove_digests(folder: Path) -> None:
-    """Remove the digest files of a checkpoint folder, before its other files are overwritten."""
-    for file in folder.glob(_DIGESTS):
-        file.unlink()
-
-
-def write_digests(folder: Path, *, share: int, num_shares: int) -> None:
-    """
-    Write the digests of a share of the files in a checkpoint.
-
-    Args:
-        folder: Folder of the checkpoint, complete except for the trainer's state.
-        share: Index of this rank's share, from 0.
-        num_shares: Number of ranks that write to the folder.
-    """
-    # The trainer's state is written last; an existing one belongs to an overwritten checkpoint.
-    files = [file for file in folder.rglob("*") if file.is_file() and file != folder / STATE]
-    names = [str(file.relative_to(folder)) for file in files if not fnmatch(file.name, _DIGESTS)]
-    digests = _hash_files(folder, names, share=share, num_shares=num_shares)
-    written = json.dumps({"files": num_shares, "digests": digests})
-    (folder / _DIGESTS.replace("*", str(share))).write_text(written, encoding="utf-8")
-
-
-def _hash_files(folder: Path, names: Iterable[str], *, share: int, num_shares: int) -> dict[str, str]:
-    """Return the digest of each file in a share of *names*, and show a progress bar meanwhile."""
-    # From the largest file to the smallest, so that shares have about equally many bytes.
-    sizes = {name: (folder / name).stat().st_size for name in names}
-    mine = sorted(sizes, key=lambda name: (-sizes[name], name))[share::num_shares]
-    total, digests = sum(sizes[name] for name in mine), {}
-    with progress(total=total, desc=f"hashing {folder.name}", unit=" bytes", leave=False, delay=BRIEF_S) as bar:
-        for name in mine:
-            digest = hashlib.sha256()
-            with (folder / name).open("rb") as content:
-                while chunk := content.read(_CHUNK):
-                    digest.update(chunk)
-                    bar.update(len(chunk))
-            digests[name] = digest.hexdigest()
-    return digests
-
-
 def _find_damage(folder: Path, group: RankGroup) -> str | None:
     """Verify this rank's share of a checkpoint's files; return a clause about damage, or None."""
     started = time.perf_counter()
-    stored: dict[str, str] = {}
-    try:
-        shares = [json.loads(file.read_text(encoding="utf-8")) for file in folder.glob(_DIGESTS)]
-        for one in shares:
-            stored |= one["digests"]
-        if len(shares) < shares[0]["files"]:
-            return f"but it has {len(shares)} of {counted(shares[0]['files'], 'file')} of digests: {_AGAIN}"
-        found = _hash_files(folder, stored, share=group.rank, num_shares=group.world_size)
-        damaged = [name for name, digest in found.items() if digest != stored[name]]
-    except FileNotFoundError as error:
-        return f"but its {Path(error.filename).name} is missing: {_AGAIN}"
-    except (LookupError, ValueError, TypeError) as error:
-        return f"but its digests are damaged ({error}): name another checkpoint, or last for the newest complete one"
-    if damaged:
-        return f"but its {damaged[0]} is damaged, since its digest differs from the saved one: {_AGAIN}"
+    if fact := find_damage(folder, share=group.rank, num_shares=group.world_size, remedy=_AGAIN):
+        return f"but {fact}"
     if group.rank == 0:
         log.info("%s is complete: its files were read in %.1f s", folder, time.perf_counter() - started)
     return None
@@ -238,7 +173,7 @@ def _read_checkpoint(folder: Path, state_class: type) -> Checkpoint[Any] | str:
         require_same_step(folder, state, resume_state.progress.step)
     except (CorruptArtefactError, ValueError) as error:
         return f"but its {STATE} is damaged: {getattr(error, 'reason', error)}"
-    if not any(folder.glob(_DIGESTS)):
+    if not has_digests(folder):
         return "but it holds weights alone (save_only_model): to start again from them, set model.model to this folder"
     return Checkpoint(str(folder), resume_state, attention["attn_impl"])
 

@@ -15,7 +15,8 @@ The trainer has these fixes, without which training would go wrong silently:
 With a plan, the packs of a step pass through these methods, from top to bottom. The table names the
 class that defines each method, which is `PlanTrainer` or a base class of it. Only `__init__` and
 `_inner_training_loop` are defined by two of these classes. Every other `super()` calls a method of
-ms-swift or transformers.
+ms-swift or transformers. `LogsPacks` adds statistics to the log, and `KeepsCheckpoints` guards what
+is saved.
 
 | method | class | does |
 |---|---|---|
@@ -41,37 +42,34 @@ ms-swift or transformers.
 
 import contextlib
 import math
-import os
-import signal
-import time
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
 from functools import partial
 from itertools import chain
-from pathlib import Path
-from types import FrameType
 from typing import Any
 
 import torch
 from swift.trainers import Seq2SeqTrainer
 from swift.trainers.patcher import PrinterCallbackNew, ProgressCallbackNew
-from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState
-from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
+from transformers import TrainerCallback, TrainerControl, TrainerState
 
 from packplan.adapters.attention.packed_row import prepend_text_positions
-from packplan.adapters.files import wrap_load_errors, wrap_save_errors
+from packplan.adapters.files import wrap_load_errors
 from packplan.adapters.finite import StopsAtNonFinite, not_finite_error
-from packplan.adapters.hf.following import ComputesPacks, FollowsSchedule, drop_pack_rates
+from packplan.adapters.hf.following import ComputesPacks, FollowsSchedule
+from packplan.adapters.hf.saving import KeepsCheckpoints
+from packplan.adapters.hf.telemetry import LogsPacks, TimesSteps
 from packplan.adapters.loaders.batches import EvalBatches, PackBatches
 from packplan.adapters.loaders.packs import NORMALISER, PACK, PackLoader
-from packplan.adapters.models import is_ruined, load_by_model_class, replace_attributes, root_mean_square
+from packplan.adapters.models import load_by_model_class, replace_attributes
 from packplan.adapters.processes import wrap_process_errors
-from packplan.adapters.trainer.checkpoints import CHECKPOINT_KEY, attention_entry, remove_digests, write_digests
+from packplan.adapters.trainer.checkpoints import CHECKPOINT_KEY, attention_entry
 from packplan.adapters.trainer.console import RunConsole
 from packplan.adapters.trainer.loader import Collator, PackedDataset, Reduction, prepare_worker, with_zero_weights
 from packplan.core.equality import AttentionChoice, Precision
 from packplan.core.errors import ConfigError
 from packplan.core.ports import RankGroup
-from packplan.core.schedule import EpochStats, PackStats
+from packplan.core.schedule import PackStats
 
 PLAIN_LOSS = {"router_aux_loss_coef": 0.0, "enable_dft_loss": False}
 """Values of ms-swift's training arguments that reduce the loss to the cross entropy."""
@@ -104,56 +102,15 @@ class KeepIntervals(TrainerCallback):
         state.compute_steps(args, state.max_steps)
 
 
-class SaveOnSigterm(TrainerCallback):
-    """
-    Callback that on SIGTERM saves one checkpoint after the current step of all ranks, and ends
-    training.
-    """
-
-    def __init__(self, group: RankGroup) -> None:
-        self.group = group
-        self.received = False
-        self._before: Any = None
-
-    def on_train_begin(self, *_: Any, **__: Any) -> None:
-        """Install the signal handler."""
-        with contextlib.suppress(ValueError):  # only the main thread may handle signals
-            self._before = signal.signal(signal.SIGTERM, self._note_signal)
-
-    def on_train_end(self, *_: Any, **__: Any) -> None:
-        """Restore the previous signal handler."""
-        if self._before is not None:
-            signal.signal(signal.SIGTERM, self._before)
-
-    def on_step_end(self, args: Any, state: TrainerState, control: TrainerControl, **__: Any) -> None:  # noqa: ARG002
-        """Save and stop if any rank received SIGTERM."""
-        if self.group.any(self.received):
-            self.received = control.should_save = control.should_training_stop = True
-
-    def _note_signal(self, _: int, __: FrameType | None) -> None:
-        self.received = True
-
-
-class WeightSize(TrainerCallback):
-    """Callback that records the root mean square of the trained weights before the first step."""
-
-    before: float | None = None
-
-    def on_train_begin(self, args: Any, *_: Any, model: torch.nn.Module, **__: Any) -> None:
-        """
-        Record the root mean square of the weights, which are loaded and sharded at this point.
-        """
-        self.before = root_mean_square(model.parameters(), sharded=args.world_size > 1)
-
-
-class CheckedTrainer(StopsAtNonFinite, ComputesPacks, Seq2SeqTrainer):
+class CheckedTrainer(KeepsCheckpoints, StopsAtNonFinite, ComputesPacks, TimesSteps, Seq2SeqTrainer):
     """
     ms-swift's trainer on packs, with the fixes that the module's docstring lists.
 
-    Attributes: attention: Attention of the training, whose name is stored in checkpoints. learner:
-    Data-parallel rank, and number of data-parallel ranks. Ranks that share rows count as one.
-    last_save: Folder of the last checkpoint that this run saved or resumes from, or None.
-    has_supervised: Whether any step so far had a token with a weight in the loss.
+    Attributes:
+        attention: Attention of the training, whose name is stored in checkpoints.
+        learner: Data-parallel rank, and number of data-parallel ranks. Ranks that share rows count
+            as one.
+        has_supervised: Whether any step so far had a token with a weight in the loss.
     """
 
     def __init__(
@@ -183,14 +140,14 @@ class CheckedTrainer(StopsAtNonFinite, ComputesPacks, Seq2SeqTrainer):
             ConfigError: The trainer refuses a combination of settings.
         """
         self.group, self.attention, self.reduction = group, attention, reduction
-        self.last_save: str | None = options["args"].resume_from_checkpoint
+        self.last_save = options["args"].resume_from_checkpoint
         # If an evaluation has nothing to learn, ms-swift unsets `eval_strategy`, but not this.
         options["args"].eval_on_start &= eval_dataset is not None
         self.learner = learner or (group.rank, group.world_size)
         self.control: TrainerControl
-        self._lap_start = time.perf_counter()
+        self.lap_seconds()
         self.has_supervised = False
-        self._loaders: list[PackLoader] = []  # one for each call of `train`
+        self._loaders = []
         try:
             super().__init__(eval_dataset=eval_dataset, **options)
         except ValueError as error:
@@ -198,9 +155,9 @@ class CheckedTrainer(StopsAtNonFinite, ComputesPacks, Seq2SeqTrainer):
         self.data_collator: Any = Collator(self.template, packed=packed, reduction=reduction)
         for printing in (ProgressCallbackNew, PrinterCallbackNew):
             self.remove_callback(printing)
-        self._sigterm, self._console = SaveOnSigterm(group), RunConsole(draws=not self.args.disable_tqdm)
-        self._weights = WeightSize()
-        for own in (self._sigterm, SkipDuplicateFinalEval(), KeepIntervals(), self._weights, self._console):
+        self.keep_checkpoints(replaces_handler=True)
+        self._console = RunConsole(draws=not self.args.disable_tqdm)
+        for own in (SkipDuplicateFinalEval(), KeepIntervals(), self._console):
             self.add_callback(own)
 
     @property
@@ -208,15 +165,9 @@ class CheckedTrainer(StopsAtNonFinite, ComputesPacks, Seq2SeqTrainer):
         """Whether FSDP or DeepSpeed is in use, so that checkpoints may be sharded."""
         return bool(self.is_fsdp_enabled or self.is_deepspeed_enabled)
 
-    @property
-    def was_terminated(self) -> bool:
-        """Whether SIGTERM ended training."""
-        return self._sigterm.received
-
-    @property
-    def wait_seconds(self) -> float:
-        """Seconds in which training has waited for batches, or made batches in this process."""
-        return sum(loader.wait_seconds for loader in self._loaders)
+    def any_rank(self, flag: bool) -> bool:  # noqa: FBT001  # as in `RankGroup`
+        """Return whether the flag is set on any rank; RunError if one is gone."""
+        return self.group.any(flag)
 
     @property
     def precision(self) -> Precision:
@@ -264,42 +215,9 @@ class CheckedTrainer(StopsAtNonFinite, ComputesPacks, Seq2SeqTrainer):
             for loader in self._loaders:
                 loader.close()
 
-    def lap_seconds(self) -> float:
-        """Return the seconds of training since the last call, without evaluation and saving."""
-        now = time.perf_counter()
-        seconds, self._lap_start = now - self._lap_start, now
-        return seconds
-
-    def _maybe_log_save_evaluate(self, *arguments: Any, **options: Any) -> None:
-        start = time.perf_counter()
-        super()._maybe_log_save_evaluate(*arguments, **options)
-        # Where a lap began inside, only the time since then is left out.
-        self._lap_start += time.perf_counter() - max(start, self._lap_start)
-
     def _save_checkpoint(self, *arguments: Any, **options: Any) -> None:
-        before, is_sharded = self._weights.before, self.group.world_size > 1
-        size = root_mean_square(self.model.parameters(), sharded=is_sharded)
-        if before is not None and is_ruined(size, before=before):
-            what = f"the root mean square of the trained weights after optimizer step {self.state.global_step:,}"
-            raise not_finite_error(f"{what} ({before:.3g} before the first)", size)
         self.state.stateful_callbacks |= attention_entry(self.attention.name)
-        with wrap_save_errors(Path(self.args.output_dir)):
-            super()._save_checkpoint(*arguments, **options)
-        self.last_save = str(Path(self.args.output_dir) / f"{PREFIX_CHECKPOINT_DIR}-{self.state.global_step}")
-
-    def _save_rng_state(self, output_dir: str) -> None:
-        super()._save_rng_state(output_dir)
-        folder, args = Path(output_dir), self.args
-        if args.should_save:
-            remove_digests(folder)
-        # Each rank reads files of other ranks. The trainer's state comes next, and makes the
-        # checkpoint whole.
-        self.group.wait_for_all()
-        # If every node writes its own checkpoint, the node's ranks share it.
-        on_node = args.local_process_index, int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-        share, num_shares = on_node if args.save_on_each_node else (self.group.rank, self.group.world_size)
-        write_digests(folder, share=share, num_shares=num_shares)
-        self.group.wait_for_all()
+        super()._save_checkpoint(*arguments, **options)
 
     def _load_optimizer_and_scheduler(self, *arguments: Any, **options: Any) -> None:
         needed = {*chain(*self.optimizer.param_groups)}
@@ -378,7 +296,7 @@ class CheckedTrainer(StopsAtNonFinite, ComputesPacks, Seq2SeqTrainer):
         return checkpoint is not None and not self.is_sharded and load_by_model_class(plain, checkpoint)
 
 
-class PlanTrainer(FollowsSchedule, CheckedTrainer):
+class PlanTrainer(LogsPacks, FollowsSchedule, CheckedTrainer):
     """ms-swift's trainer on the packs of a plan."""
 
     def __init__(self, *, pack_batches: PackBatches, pack_stats: Callable[[int], PackStats], **options: Any) -> None:
@@ -391,9 +309,6 @@ class PlanTrainer(FollowsSchedule, CheckedTrainer):
             **options: Options of `CheckedTrainer`.
         """
         self.pack_stats = pack_stats
-        self._stats: EpochStats | None = None
-        self._epoch_start = self._logged_until = 0
-        self._waited = 0.0
         learner = pack_batches.rank, pack_batches.schedule.world_size
         super().__init__(packed=options["train_dataset"].packed, learner=learner, **options)
         self.follow(pack_batches, around_epoch=self._serve_epoch)
@@ -408,28 +323,10 @@ class PlanTrainer(FollowsSchedule, CheckedTrainer):
         self._loaders.append(loader)
         return loader
 
-    @contextlib.contextmanager
-    def _serve_epoch(self, epoch: int) -> Iterator[None]:
-        """Serve the packs of an epoch inside this context, and log their statistics after it."""
+    def _serve_epoch(self, epoch: int) -> AbstractContextManager[None]:
+        """Serve the packs of an epoch, and return the context that logs their statistics."""
         self.train_dataset.set_epoch(epoch)
-        self._stats = stats = EpochStats.from_schedule(self.pack_stats(epoch), self.schedule, epoch)
-        self._epoch_start = self._logged_until = self.state.global_step
-        self.lap_seconds()
-        yield
-        # Not ms-swift's method, which would add the accuracy of the steps since the last log.
-        Trainer.log(self, dict(stats.epoch_statistics(self.state.global_step - self._epoch_start)))
-
-    def log(self, logs: dict[str, float], *arguments: Any, **options: Any) -> None:
-        """Log the loss of a step, with statistics of the steps since the last log."""
-        if "loss" in logs and self._stats is not None:
-            start, stop = self._logged_until - self._epoch_start, self.state.global_step - self._epoch_start
-            seconds, positions = self.lap_seconds(), self._stats.num_positions(start, stop)
-            self._logged_until = self.state.global_step
-            logs = {**logs, **self._stats.statistics(start, stop), "tokens_per_second": positions / seconds}
-            if (tokens := self._stats.num_tokens(start, stop)) < positions:
-                logs["useful_tokens_per_second"] = tokens / seconds
-            logs["data_wait_seconds"], self._waited = self.wait_seconds - self._waited, self.wait_seconds
-        super().log(drop_pack_rates(logs), *arguments, **options)
+        return self.logging_epoch(epoch)
 
 
 def logit_inputs(prepared: dict[str, Any]) -> dict[str, Any]:

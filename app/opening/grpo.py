@@ -20,11 +20,12 @@ from packplan.adapters.config.trainer_keys import TrainerKey, argument_keys, mac
 from packplan.adapters.families import trained_config
 from packplan.adapters.files import wrap_save_errors
 from packplan.adapters.hf.balance import BalanceCounts
+from packplan.adapters.hf.following import insert_base_class
 from packplan.adapters.hf.packed_calls import Unpadding
 from packplan.adapters.hf.refusals import warn_of_unclipped_gradients
+from packplan.adapters.hf.saving import KeepsCheckpoints, find_damage
 from packplan.adapters.samples.data_files import open_records
 from packplan.adapters.samples.prompts import Prompts
-from packplan.adapters.trainer_state import find_damaged_part
 from packplan.app.opening.stores import records_cache, refuse_other_parts
 from packplan.core.config.rl import RlConfig
 from packplan.core.errors import ConfigError, PackplanError
@@ -67,16 +68,20 @@ def train(config: RlConfig, group: RankGroup, *, quiet: bool = False) -> GRPOTra
     if checkpoint is not None:
         engine = config.grpo.get("deepspeed")
         refuse_other_parts(_CHECKPOINT_KEY, checkpoint, engine, num_ranks=group.world_size)
-        facts = group.gather(find_damaged_part(Path(checkpoint), rank=group.rank) or "")
+        facts = group.gather(find_damage(Path(checkpoint), share=group.rank, num_shares=group.world_size) or "")
         if fact := next(filter(None, facts), None):
             raise ConfigError.for_key(_CHECKPOINT_KEY, f"is {checkpoint}, but {fact}")
     if quiet or not sys.stderr.isatty():
         disable_progress_bar()
     trainer, hooks, counts = open_trainer(config, quiet=quiet)
+    insert_base_class(trainer, KeepsCheckpoints)
+    trainer.keep_checkpoints(replaces_handler=True)
     with wrap_save_errors(Path(folder)):
         trainer.train(resume_from_checkpoint=checkpoint)
         trainer.save_model()
         trainer.save_state()
+    if trainer.was_terminated:
+        log.warning("SIGTERM: saved %s; grpo.resume_from_checkpoint: last continues from there", trainer.last_save)
     rewards = [entry["reward"] for entry in trainer.state.log_history if "reward" in entry]
     if rewards and trainer.is_world_process_zero():
         log.info("reward %.3f -> %.3f; the policy is in %s", rewards[0], rewards[-1], folder)

@@ -7,7 +7,7 @@ from packplan.adapters.model_folder import config_content
 from packplan.core.config.identity import plan_policy
 from packplan.core.config.run import RunConfig
 from packplan.core.epochs import EpochRecipe
-from packplan.core.errors import ConfigError, ModelError
+from packplan.core.errors import ConfigError
 from packplan.core.mixes import Mixes, mixes_faults, stream_faults
 from packplan.core.packers import ALGORITHMS
 from packplan.core.policy import PlanPolicy
@@ -42,13 +42,9 @@ def work_of_run(config: RunConfig) -> tuple[WorkModel, str | None]:
 def _forward_work(config: RunConfig) -> tuple[WorkModel, str | None]:
     """Return the work of the model's forward pass, and the reason if it is only estimated."""
     try:
-        sizes = config_content(config.model)
+        return WorkModel.from_config_or_estimated(config_content(config.model))
     except ConfigError as error:
         return WorkModel.estimated({}), str(error)
-    try:
-        return WorkModel.from_config(sizes), None
-    except ModelError as error:
-        return WorkModel.estimated(sizes), error.fact
 
 
 def epoch_recipe(config: RunConfig, split: str, files: Iterable[DataFile] | None = None) -> EpochRecipe | None:

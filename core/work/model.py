@@ -72,6 +72,14 @@ class WorkModel:
         return cls(**layers, vision=None if vision is None else read_vision_work(config))
 
     @classmethod
+    def from_config_or_estimated(cls, config: Sizes) -> tuple[WorkModel, str | None]:
+        """Return the work model of a config.json, and the reason if it is only estimated."""
+        try:
+            return cls.from_config(config), None
+        except ModelError as error:
+            return cls.estimated(config), error.fact
+
+    @classmethod
     def estimated(cls, config: Sizes) -> WorkModel:
         """
         Estimate the work of an unknown architecture as the work of ordinary layers of its width.

@@ -12,13 +12,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from packplan.adapters.trainer.checkpoints import (
-    attention_entry,
-    find_checkpoint,
-    progress_entry,
-    remove_digests,
-    write_digests,
-)
+from packplan.adapters.hf.saving import find_damage, remove_digests, write_digests
+from packplan.adapters.trainer.checkpoints import attention_entry, find_checkpoint, progress_entry
 from packplan.adapters.trainer_state import add_digest_on_save
 from packplan.core.errors import ConfigError, StaleError
 from packplan.core.fingerprint import (
@@ -91,6 +86,18 @@ def test_ranks_take_the_same_checkpoint(tmp_path: Path, rank, says):
         find(tmp_path, rank=rank, world_size=2, other=rank == 1)
 
 
+def test_a_checkpoint_without_digests_is_warned_of(tmp_path: Path, caplog):
+    """As of an earlier release; one whose state says that it had some is damaged."""
+    save(tmp_path, PLANNED)
+    (tmp_path / "packplan_digests_0.json").unlink()
+    assert find_damage(tmp_path, share=0, num_shares=1) is None
+    assert f"{tmp_path} has no digests" in caplog.text
+
+    save(tmp_path, PLANNED, packplan_digests={})
+    (tmp_path / "packplan_digests_0.json").unlink()
+    assert "it has 0 files of digests, and others are missing" in find_damage(tmp_path, share=0, num_shares=1)
+
+
 @dataclasses.dataclass
 class TrainerState:
     """State of a trainer, as far as it is saved with a digest."""
@@ -99,14 +106,14 @@ class TrainerState:
     stateful_callbacks: dict
 
 
-def save(folder: Path, state: ResumeState | StreamState, *, moments: bytes = b"") -> None:
+def save(folder: Path, state: ResumeState | StreamState, *, moments: bytes = b"", **more: object) -> None:
     """Write a checkpoint of one rank, in the order of the trainer."""
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "model.safetensors").write_bytes(b"weights" * 9)
     (folder / "optimizer.pt").write_bytes(moments)
     write_digests(folder, share=0, num_shares=1)
     kept = progress_entry(state) | attention_entry("varlen")
-    held = TrainerState(3, {**kept, "Control": {"should_epoch_stop": False}})
+    held = TrainerState(3, {**kept, "Control": {"should_epoch_stop": False}, **more})
     add_digest_on_save(held)
     held.save_to_json(folder / "trainer_state.json")
 

@@ -84,12 +84,12 @@ def main(commands: list[tuple[str, str, list[str]]], folder: str) -> None:
 
 
 def copy_damaged(checkpoint: Path, copy: Path) -> None:
-    """Copy a checkpoint, and change a byte of DeepSpeed's part of a rank; all ranks call this."""
+    """Copy a checkpoint, and change a byte of a part of DeepSpeed's, or of the optimizer."""
     import torch.distributed as dist
 
     if dist.get_rank() == 0:
         shutil.copytree(checkpoint, copy)
-        (path,) = copy.glob("global_step*/*zero_pp_rank_1_*optim_states.pt")
+        (path,) = [*copy.glob("global_step*/*zero_pp_rank_1_*optim_states.pt")] or copy.glob("optimizer.pt")
         change_a_byte(path)
     dist.barrier()
 
@@ -105,10 +105,12 @@ def change_a_byte(path: Path) -> None:
 
 
 class Spy:
-    """Writes sequences of rows and microbatches, attention and wrapper; breaks rows, and kills."""
+    """
+    Writes sequences of rows and microbatches, attention and wrapper, and whether weights are loaded
+    from a checkpoint. It breaks rows and weights, and ends or kills processes.
+    """
 
     def __init__(self, folder: str) -> None:
-        import torch
         from swift.pipelines.train.sft import SwiftSft
         from transformers import Trainer
 
@@ -142,14 +144,38 @@ class Spy:
                 (self.folder / "wrapper").write_text(type(model).__name__)
                 with (self.folder / f"trained{self.rank}.jsonl").open("a") as file:
                     file.write(json.dumps([trainer.state.global_step + 1, list(samples_of(inputs))]) + "\n")
-            self.third_step_batches += trainer.state.global_step == 2
-            if "killed" in self.folder.name and self.third_step_batches == 2:
-                torch.distributed.barrier()
-                os.kill(os.getpid(), signal.SIGKILL)
+            self.end_process(trainer.state.global_step)
             return step(trainer, model, inputs, *args, **options)
 
+        self.watch_checkpoints(Trainer)
         SwiftSft._encode_dataset, SwiftSft._post_process_datasets = encode_dataset, post_process_datasets
         SwiftSft._prepare_template, Trainer.training_step = prepare_template, training_step
+
+    def end_process(self, step: int) -> None:
+        """End or kill this process in its third step, as the run is named."""
+        import torch.distributed as dist
+
+        self.third_step_batches += step == 2
+        if "killed" in self.folder.name and self.third_step_batches == 2:
+            dist.barrier()
+            os.kill(os.getpid(), signal.SIGKILL)
+        if self.folder.name == "stopped" and self.rank == "1" and step == 2:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    def watch_checkpoints(self, kind: Any) -> None:
+        """Note that a trainer loads weights; ruin those that it saves, as the run is named."""
+        load, save = kind._load_from_checkpoint, kind._maybe_log_save_evaluate
+
+        def load_from_checkpoint(trainer: Any, *args: Any, **options: Any) -> None:
+            (self.folder / f"loaded{self.rank}").touch()
+            load(trainer, *args, **options)
+
+        def log_save_evaluate(trainer: Any, *args: Any, **options: Any) -> None:
+            if self.folder.name == "ruined" and trainer.state.global_step == 4:
+                next(trainer.model.parameters()).data.view(-1)[0] = float("nan")
+            save(trainer, *args, **options)
+
+        kind._load_from_checkpoint, kind._maybe_log_save_evaluate = load_from_checkpoint, log_save_evaluate
 
     def note_rows(self, encoded: list[Any], template: Any) -> None:
         """Write the rows as encoded; then break one, as the name of the run says."""

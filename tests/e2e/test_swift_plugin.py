@@ -70,8 +70,19 @@ NOT_BY_DEGREE = {
 }  # fmt: skip
 """Run -> words, class and keys of the error, where long packs are to be shared."""
 
+STOPPED = f"{TWICE} --tuner_type full --gradient_accumulation_steps 1"
+
+STOPS = {
+    "stopped": "",
+    "stopped-resumed": "--resume_from_checkpoint {runs}/stopped/out/checkpoint-3",
+    "stopped-damaged": "--resume_from_checkpoint {runs}/stopped-damaged/checkpoint-2",
+    "ruined": "",
+}
+"""Run of `two-ranks` that gets SIGTERM in its third step, or whose weights are ruined -> words."""
+
 ON_TWO_RANKS = {
-    "two-ranks": ("sft", "qwen2", f"{TWICE} --tuner_type full --gradient_accumulation_steps 1"),
+    "two-ranks": ("sft", "qwen2", STOPPED),
+    **{name: ("sft", "qwen2", f"{STOPPED} {more}") for name, more in STOPS.items()},
     "shared": ("sft", "qwen2_5_vl", f"{TWICE} {TOGETHER}"),
     "shared-resumed": ("sft", "qwen2_5_vl", f"{TWICE} {TOGETHER} {LAST.format('shared')}"),
     "pairs-shared": ("rlhf", "qwen2_5_vl_pairs", f"{DPO} --gradient_accumulation_steps 8 --sequence_parallel_size 2"),
@@ -311,6 +322,58 @@ def test_a_run_goes_on_where_it_was(name, of, before, after, ran):
     assert "packplan: training continues after step 2" in rest.said
     assert whole.losses[2] == pytest.approx(rest.losses[2], abs=1e-5)
     assert before != after or losses(whole.history) == losses(rest.history)
+
+
+def test_sigterm_saves_a_checkpoint_from_which_the_run_goes_on(ran):
+    """Of all ranks, though only one has got it; losses are those of a run that was not stopped."""
+    whole, first, rest = ran("two-ranks"), ran("stopped"), ran("stopped-resumed")
+
+    folder = first.folder / "out" / "checkpoint-3"
+    said = f"SIGTERM: saved a checkpoint at step 3 of {len(whole.losses)}; resume_from_checkpoint {folder} continues"
+    assert said in " ".join(first.said.split())
+    assert "packplan: training goes on after step 3" in rest.said
+    assert 3 == len(first.losses) < len(whole.losses)
+    assert whole.losses[:3] == first.losses
+    assert whole.losses == rest.losses, "with those of the checkpoint's log"
+
+
+def test_a_changed_byte_is_found_before_a_resume_loads_weights(ran):
+    """On all ranks, by the name of the file."""
+    damaged = ran("stopped-damaged")
+
+    assert [["ArgumentError", "host"]] * 2 == [
+        json.loads((damaged.folder / f"error{rank}.json").read_text()) for rank in range(2)
+    ]
+    said = "checkpoint-2 cannot be resumed from: its optimizer.pt is damaged, since its digest differs from the saved"
+    assert said in " ".join(damaged.said.split())
+    assert (ran("stopped-resumed").folder / "loaded0").exists()
+    assert not (damaged.folder / "loaded0").exists()
+
+
+def test_weights_that_are_nan_are_not_saved(ran):
+    """On all ranks; the checkpoint before stays, and no folder is begun."""
+    run = ran("ruined")
+
+    assert [["RunError", "not_finite"]] * 2 == [
+        json.loads((run.folder / f"error{rank}.json").read_text()) for rank in range(2)
+    ]
+    assert "of the trained weights after optimizer step 4" in " ".join(run.said.split())
+    assert ["checkpoint-2"] == [path.name for path in (run.folder / "out").glob("checkpoint-*")]
+
+
+def test_the_log_has_the_fill_and_tokens_of_each_step(ran):
+    """In `logging.jsonl`, over both ranks; at an epoch's end, of all its packs."""
+    run = ran("two-ranks")
+
+    lines = [json.loads(line) for line in (run.folder / "out" / "logging.jsonl").read_text().splitlines()]
+    logged, found = [line for line in lines if "loss" in line], run.plan(LENGTH["qwen2"])
+    schedule = found.schedule(world_size=2, packs_per_step=2, epochs=2, seed=42)
+    tokens = found.packs.loads(found.lengths)
+    ranks = zip(*(schedule.steps(rank=rank) for rank in range(2)), strict=True)
+    fills = [sum(int(tokens[pack]) for step in both for (pack,) in step.batches) / 512 for both in ranks]
+    assert fills == pytest.approx([line["fill"] for line in logged])
+    assert all(min(line["tokens_per_second"], line["work"], line["work_imbalance"]) > 0 for line in logged)
+    assert 2 == len([line for line in lines if "epoch_fill_mean" in line])
 
 
 @pytest.mark.parametrize("name", ["long", "long-zero2", "long-zero3"])

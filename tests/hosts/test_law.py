@@ -1,6 +1,8 @@
 """Plans in trainers of transformers and TRL: steps, and what is refused; see `make test-hosts`."""
 
+import os
 import re
+import signal
 from collections import Counter
 from contextlib import nullcontext
 from functools import cache, partial
@@ -12,10 +14,17 @@ from types import SimpleNamespace
 import pytest
 
 import packplan as pp
-from packplan.adapters.hf import following, training
+from packplan.adapters.hf import following, telemetry, training
 from packplan.adapters.loaders.packs import PackInputs, flatten
-from packplan.adapters.loaders.rows import pad_rows
-from packplan.core.errors import ArgumentError, CorruptArtefactError, MismatchError, ModelError, StaleError
+from packplan.adapters.loaders.rows import FACTS_FILE, pad_rows
+from packplan.core.errors import (
+    ArgumentError,
+    CorruptArtefactError,
+    MismatchError,
+    ModelError,
+    RunError,
+    StaleError,
+)
 from packplan.hf import unpad, use_plan
 from tests.hosts.law import CELLS, CONFIGS, PACKING_LENGTH, cell_of, fork_ranks, main, model_of, rows_of, trainer_of
 from tests.processes import ROOT
@@ -246,7 +255,9 @@ def test_a_step_has_as_many_packs_as_it_had_rows(tmp_path, caplog):
     metrics = trainer.train().metrics
     assert schedule.total_steps == trainer.state.global_step
     assert "train_steps_per_second" in metrics
-    assert not [name for entry in (metrics, *trainer.state.log_history) for name in entry if "samples_per" in name]
+    assert not [
+        name for entry in (metrics, *trainer.state.log_history) for name in entry if "samples_per_second" in name
+    ]
 
 
 def test_a_number_plans_packs_of_the_trainer_s_own_rows(tmp_path, capsys):
@@ -277,6 +288,116 @@ def test_a_run_prints_what_it_compares_and_where_it_goes_on(tmp_path, capsys):
         )
         assert f"{int(num) + 1} forward and backward passes" in printed
         assert bool(folder) == ("training goes on after step 1: 1 pack of epoch 0 is trained" in printed)
+
+
+SAVES = {"max_steps": 4, "save_strategy": "steps", "save_steps": 2}
+
+
+def train_with(trainer, resume=None, **methods):
+    """Train with a callback of these methods of a trainer; return the loss of each step."""
+    callback = TrainerCallback()
+    for name, method in methods.items():
+        setattr(callback, name, lambda *_, method=method, **__: method(trainer))
+    trainer.add_callback(callback)
+    trainer.train(resume_from_checkpoint=resume)
+    return [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+
+
+def kill_in_third_step(trainer):
+    """Send SIGTERM to this process while the third step is trained."""
+    if trainer.state.global_step == 2:
+        os.kill(os.getpid(), signal.SIGTERM)
+
+
+def fresh_trainer(out, **given):
+    """Return a trainer that follows the plan, with a model of its own."""
+    return follow_plan(out, model=model_of("qwen2", "packplan"), **SAVES | given)
+
+
+@pytest.mark.parametrize("host", ["transformers", "trl"])
+def test_sigterm_saves_a_checkpoint_from_which_the_run_goes_on(host, tmp_path, capsys):
+    """After the running step, with the losses of a run that was not stopped."""
+    whole = train_with(fresh_trainer(tmp_path / "whole", host=host))
+    before = signal.getsignal(signal.SIGTERM)
+    trainer = fresh_trainer(tmp_path / "run", host=host)
+
+    first = train_with(trainer, on_step_begin=kill_in_third_step)
+
+    folder = str(tmp_path / "run" / "checkpoint-3")
+    assert (True, 3, folder) == (trainer.was_terminated, trainer.state.global_step, trainer.last_save)
+    assert before == signal.getsignal(signal.SIGTERM)
+    said = " ".join(capsys.readouterr().out.split())
+    assert f"SIGTERM: saved a checkpoint at step 3 of 4; resume_from_checkpoint {folder} continues from there" in said
+    assert whole == train_with(fresh_trainer(tmp_path / "run", host=host), resume=folder)
+    assert whole[:3] == first
+
+
+def test_a_handler_of_the_script_for_sigterm_is_kept(tmp_path):
+    """It is called, and training goes on to its end."""
+    called = []
+    before = signal.signal(signal.SIGTERM, lambda *_: called.append(True))
+    try:
+        trainer = fresh_trainer(tmp_path)
+        train_with(trainer, on_step_begin=kill_in_third_step)
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+    assert ([True], 4) == (called, trainer.state.global_step)
+
+
+def test_a_changed_byte_of_any_file_is_found_before_a_resume_loads_it(tmp_path, monkeypatch):
+    """Also a shorter file, and one that is gone."""
+    train_with(fresh_trainer(tmp_path, max_steps=2))
+    folder, loaded = tmp_path / "checkpoint-2", []
+    monkeypatch.setattr(Trainer, "_load_from_checkpoint", lambda *_, **__: loaded.append(True))
+    trainer, files = fresh_trainer(tmp_path), [path for path in folder.rglob("*") if path.is_file()]
+    assert {"model.safetensors", "optimizer.pt", FACTS_FILE, "trainer_state.json"} < {one.name for one in files}
+    for path in files:
+        held = path.read_bytes()
+        middle = len(held) // 2
+        for other in (held[:middle] + bytes([held[middle] ^ 1]) + held[middle + 1 :], held[:-2], None):
+            path.unlink() if other is None else path.write_bytes(other)
+            with pytest.raises((ArgumentError, CorruptArtefactError)):
+                trainer.train(resume_from_checkpoint=True)
+        path.write_bytes(held)
+
+    assert [] == loaded
+    trainer.train(resume_from_checkpoint=True)
+    assert [True] == loaded
+
+
+def test_weights_that_are_nan_are_not_saved(tmp_path):
+    """The checkpoint before is the last, and no folder is begun."""
+    trainer = fresh_trainer(tmp_path)
+
+    def ruin(trainer):
+        if trainer.state.global_step == 4:
+            next(trainer.model.parameters()).data.view(-1)[0] = torch.nan
+
+    with pytest.raises(RunError, match=r"the trained weights after optimizer step 4 \(.* is nan, so the run ended"):
+        train_with(trainer, on_step_end=ruin)
+
+    assert ["checkpoint-2"] == [one.name for one in tmp_path.glob("checkpoint-*")]
+
+
+@pytest.mark.parametrize("host", ["transformers", "trl"])
+def test_the_log_has_the_fill_and_tokens_of_each_step(host, tmp_path):
+    """Those of its packs in the plan; at an epoch's end, of all its packs."""
+    trainer = follow_plan(tmp_path, host=host, model=model_of("qwen2", "packplan"), num_train_epochs=1)
+
+    train_with(trainer)
+
+    steps = [entry for entry in trainer.state.log_history if "loss" in entry]
+    packs = [[pack for (pack,) in step.batches] for step in trainer.schedule.steps()]
+    loads = PLAN.packs.loads(PLAN.lengths)
+    assert len(packs) == len(steps)
+    for step, held in zip(steps, packs, strict=True):
+        assert step["fill"] == pytest.approx(float(loads[held].mean()) / PACKING_LENGTH)
+        assert step["samples_per_pack"] == pytest.approx(sum(len(PLAN.packs[pack]) for pack in held) / len(held))
+        assert min(step["tokens_per_second"], step["work"]) > 0
+    assert 1.0 == steps[-1]["coverage"]
+    (epoch,) = (entry for entry in trainer.state.log_history if "epoch_fill_mean" in entry)
+    assert epoch["epoch_fill_mean"] == pytest.approx(float(loads.mean()) / PACKING_LENGTH)
 
 
 def test_a_packing_length_that_few_samples_fit_is_warned_of(tmp_path, caplog):
@@ -558,11 +679,11 @@ def test_an_evaluation_without_anything_to_learn_has_no_loss(tmp_path):
 def test_the_page_has_the_methods_of_trainers_that_are_replaced():
     """By class: what a new version of a host may change."""
     table = re.findall(r"^\| `(\w+)` \| [^|]+ \| (`.*`) \|$", (ROOT / "tests" / "README.md").read_text(), re.MULTILINE)
-    classes = vars(following) | vars(training)
+    classes = vars(following) | vars(telemetry) | vars(training)
     if find_spec("swift"):
         classes |= vars(import_module("packplan.adapters.swift.training"))
     for name, methods in table:
         if name in classes:
             own = {one for one in vars(classes[name]) if hasattr(Trainer, one) and not one.startswith("__")}
             assert own == set(re.findall(r"`(\w+)`", methods)), name
-    assert 6 == len(table)
+    assert 9 == len(table)

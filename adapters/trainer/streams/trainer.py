@@ -24,13 +24,12 @@ import attrs
 import torch
 from transformers import Trainer
 
-from packplan.adapters.hf.following import drop_pack_rates
+from packplan.adapters.hf.telemetry import drop_pack_rates
 from packplan.adapters.loaders.packs import PackLoader
 from packplan.adapters.trainer.checkpoints import progress_entry
 from packplan.adapters.trainer.loader import Batch, with_zero_weights
 from packplan.adapters.trainer.streams.dataset import LENGTHS, PROGRESS, ReaderEnd, ReaderProgress, StreamCollator
 from packplan.adapters.trainer.trainer import CheckedTrainer
-from packplan.adapters.trainer_state import add_digest_on_save
 from packplan.core.errors import DataSetError, counted, verb_for
 from packplan.core.fingerprint import from_plain, to_plain
 from packplan.core.packs import filled_tokens
@@ -117,7 +116,6 @@ class StreamTrainer(CheckedTrainer):
 
     def _init_training_state(self, *arguments: Any, **options: Any) -> tuple[int, int]:
         super()._init_training_state(*arguments, **options)
-        add_digest_on_save(self.state)
         # No batch is skipped, since the data set goes on by itself. Generators are then restored
         # before the first batch, whose answers may need them.
         return self.start.epoch, 0

@@ -1,0 +1,232 @@
+"""
+Checkpoints that trainers on packs can trust: digests of their files, checked weights, SIGTERM.
+
+`KeepsCheckpoints` writes them in every trainer, and `find_damage` verifies one before a resumed run
+loads anything.
+"""
+
+import hashlib
+import json
+import logging
+import os
+import signal
+import threading
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from fnmatch import fnmatch
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import torch
+from transformers import TrainerCallback, TrainerControl, TrainerState
+from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
+
+from packplan.adapters.files import wrap_save_errors
+from packplan.adapters.finite import not_finite_error
+from packplan.adapters.models import is_ruined, root_mean_square
+from packplan.adapters.progress import BRIEF_S, progress
+from packplan.adapters.trainer_state import COPY_AGAIN, STATE, add_digest_on_save, read_trainer_state
+from packplan.core.errors import counted
+
+log = logging.getLogger(__name__)
+
+_CHUNK = 2**20
+"""Bytes of a file that are read at a time."""
+
+_DIGESTS = "packplan_digests_*.json"
+"""
+Pattern of the files with digests in a checkpoint, one file per rank. Each has the number of these
+files, and the SHA-256 of a share of the checkpoint's other files, by name.
+"""
+
+_MARK = "packplan_digests"
+"""Key, in a trainer's state, that says that the checkpoint was saved with digests."""
+
+
+class SaveOnSigterm(TrainerCallback):
+    """
+    Callback that on SIGTERM saves one checkpoint after the current step of all ranks, and ends
+    training.
+    """
+
+    def __init__(self, any_rank: Callable[[bool], bool], *, replaces: bool) -> None:
+        """
+        Prepare the callback.
+
+        Args:
+            any_rank: Function that returns whether a flag is set on any rank.
+            replaces: Whether it also replaces a handler that the program has installed.
+        """
+        self.any_rank, self.replaces = any_rank, replaces
+        self.received = False
+
+    @contextmanager
+    def handling(self) -> Iterator[None]:
+        """Inside this context, note SIGTERM instead of ending; only a main thread can do so."""
+        before = signal.getsignal(signal.SIGTERM)
+        if threading.current_thread() is not threading.main_thread() or not (self.replaces or before == signal.SIG_DFL):
+            yield
+            return
+        signal.signal(signal.SIGTERM, self._note_signal)
+        try:
+            yield
+        finally:
+            signal.signal(signal.SIGTERM, before or signal.SIG_DFL)
+
+    def on_step_end(self, args: Any, state: TrainerState, control: TrainerControl, **__: Any) -> None:  # noqa: ARG002
+        """Save and stop if any rank received SIGTERM."""
+        if self.any_rank(self.received):
+            self.received = control.should_save = control.should_training_stop = True
+
+    def _note_signal(self, _: int, __: FrameType | None) -> None:
+        self.received = True
+
+
+class WeightSize(TrainerCallback):
+    """Callback that records the root mean square of the trained weights before the first step."""
+
+    before: float | None = None
+
+    def on_train_begin(self, args: Any, *_: Any, model: torch.nn.Module, **__: Any) -> None:
+        """Record the size of the weights, which are loaded and shared out by now."""
+        self.before = weight_size(model, args)
+
+
+def weight_size(model: torch.nn.Module, args: Any) -> float:
+    """Return the root mean square of a model's trained weights, over all ranks of a trainer."""
+    return root_mean_square(model.parameters(), device=args.device if args.world_size > 1 else None)
+
+
+class KeepsCheckpoints:
+    """
+    Mixin of a trainer that checks its weights before each save, and saves digests of all files.
+
+    Attributes:
+        last_save: Folder of the last checkpoint that this run saved or resumes from, or None.
+    """
+
+    accelerator: Any
+    args: Any
+    model: Any
+    state: Any
+    last_save: str | None = None
+
+    def keep_checkpoints(self, *, replaces_handler: bool = False) -> None:
+        """Save on SIGTERM, and check weights, from now on; see `SaveOnSigterm` for its handler."""
+        self._sigterm, self._weights = SaveOnSigterm(self.any_rank, replaces=replaces_handler), WeightSize()
+        for own in (self._sigterm, self._weights):
+            self.add_callback(own)  # type: ignore[attr-defined]  # of the trainer's class
+
+    @property
+    def was_terminated(self) -> bool:
+        """Whether SIGTERM ended training."""
+        return self._sigterm.received
+
+    def any_rank(self, flag: bool) -> bool:  # noqa: FBT001  # as in `RankGroup`
+        """Return whether the flag is set on any rank; all ranks call this."""
+        return bool(self.accelerator.reduce(torch.tensor(float(flag), device=self.args.device)))
+
+    def _inner_training_loop(self, *arguments: Any, **options: Any) -> Any:
+        """Train, and end after a saved step if SIGTERM comes."""
+        with self._sigterm.handling():
+            return super()._inner_training_loop(*arguments, **options)  # type: ignore[misc]  # of the trainer's class
+
+    def _save_checkpoint(self, *arguments: Any, **options: Any) -> None:
+        before, size = self._weights.before, weight_size(self.model, self.args)
+        if before is not None and is_ruined(size, before=before):
+            what = f"the root mean square of the trained weights after optimizer step {self.state.global_step:,}"
+            raise not_finite_error(f"{what} ({before:.3g} before the first)", size)
+        add_digest_on_save(self.state)
+        with wrap_save_errors(Path(self.args.output_dir)):
+            super()._save_checkpoint(*arguments, **options)  # type: ignore[misc]  # of the trainer's class
+        self.last_save = str(Path(self.args.output_dir) / f"{PREFIX_CHECKPOINT_DIR}-{self.state.global_step}")
+
+    def _save_rng_state(self, output_dir: str) -> None:
+        super()._save_rng_state(output_dir)  # type: ignore[misc]  # of the trainer's class
+        folder, args = Path(output_dir), self.args
+        if args.should_save:
+            remove_digests(folder)
+        # Each rank reads files of other ranks. The trainer's state comes next, and makes the
+        # checkpoint whole.
+        self.any_rank(False)  # noqa: FBT003  # only its arrival counts
+        # If every node writes its own checkpoint, the node's ranks share it.
+        on_node = args.local_process_index, int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+        share, num_shares = on_node if args.save_on_each_node else (args.process_index, args.world_size)
+        write_digests(folder, share=share, num_shares=num_shares)
+        self.state.stateful_callbacks[_MARK] = {}
+        self.any_rank(False)  # noqa: FBT003
+
+
+def remove_digests(folder: Path) -> None:
+    """Remove the digests in a checkpoint folder before its files are overwritten."""
+    for file in folder.glob(_DIGESTS):
+        file.unlink()
+
+
+def has_digests(folder: Path) -> bool:
+    """Return whether a checkpoint has digests; one of weights alone has none."""
+    return any(folder.glob(_DIGESTS))
+
+
+def write_digests(folder: Path, *, share: int, num_shares: int) -> None:
+    """
+    Write the digests of a share of the files in a checkpoint.
+
+    Args:
+        folder: The checkpoint, complete except for the trainer's state.
+        share: Number of this share, from 0; each rank has its own.
+        num_shares: Number of ranks that write to the folder.
+    """
+    # The trainer's state is written last; an existing one belongs to an overwritten checkpoint.
+    files = [file for file in folder.rglob("*") if file.is_file() and file != folder / STATE]
+    names = [str(file.relative_to(folder)) for file in files if not fnmatch(file.name, _DIGESTS)]
+    digests = _hash_files(folder, names, share=share, num_shares=num_shares)
+    written = json.dumps({"files": num_shares, "digests": digests})
+    (folder / _DIGESTS.replace("*", str(share))).write_text(written, encoding="utf-8")
+
+
+def find_damage(folder: Path, *, share: int, num_shares: int, remedy: str = COPY_AGAIN) -> str | None:
+    """
+    Verify a share of a checkpoint's files; return a clause on one that has changed, or None.
+
+    Args:
+        folder: The checkpoint. If it was saved without digests, a warning says so.
+        share: Number of this share, from 0; each rank has its own.
+        num_shares: Number of ranks that verify the checkpoint.
+        remedy: Advice after the clause.
+    """
+    stored: dict[str, str] = {}
+    try:
+        if not (has_digests(folder) or _MARK in read_trainer_state(folder)["stateful_callbacks"]):
+            log.warning("%s has no digests, so a changed file of it would not be noticed", folder)
+            return None
+        shares = [json.loads(file.read_text(encoding="utf-8")) for file in folder.glob(_DIGESTS)]
+        for one in shares:
+            stored |= one["digests"]
+        if not shares or len(shares) != shares[0]["files"]:
+            return f"it has {counted(len(shares), 'file')} of digests, and others are missing: {remedy}"
+        found = _hash_files(folder, stored, share=share, num_shares=num_shares)
+    except FileNotFoundError as error:
+        return f"its {Path(error.filename).name} is missing: {remedy}"
+    except (LookupError, ValueError, TypeError) as error:
+        return f"its digests are damaged ({error}): {remedy}"
+    damaged = [name for name, digest in found.items() if digest != stored[name]]
+    return f"its {damaged[0]} is damaged, since its digest differs from the saved one: {remedy}" if damaged else None
+
+
+def _hash_files(folder: Path, names: Iterable[str], *, share: int, num_shares: int) -> dict[str, str]:
+    """Return the digest of each file in a share of *names*, and show a progress bar meanwhile."""
+    # From the largest file to the smallest, so that shares have about equally many bytes.
+    sizes = {name: (folder / name).stat().st_size for name in names}
+    mine = sorted(sizes, key=lambda name: (-sizes[name], name))[share::num_shares]
+    total, digests = sum(sizes[name] for name in mine), {}
+    with progress(total=total, desc=f"hashing {folder.name}", unit=" bytes", leave=False, delay=BRIEF_S) as bar:
+        for name in mine:
+            digest = hashlib.sha256()
+            with (folder / name).open("rb") as content:
+                while chunk := content.read(_CHUNK):
+                    digest.update(chunk)
+                    bar.update(len(chunk))
+            digests[name] = digest.hexdigest()
+    return digests

@@ -1,0 +1,107 @@
+"""Statistics of packs in the log of a trainer: fill, tokens and work of its steps."""
+
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from transformers import Trainer
+
+from packplan.adapters.loaders.packs import PackLoader
+from packplan.core.schedule import EpochSchedule, EpochStats, PackStats
+from packplan.core.surface import Plan
+from packplan.core.work.model import SampleWorks, WorkModel
+
+
+class TimesSteps:
+    """Mixin that measures the seconds of training, and of waiting for batches."""
+
+    _lap_start = 0.0
+    _loaders: list[PackLoader]
+    """Loader of each call of `train`."""
+
+    @property
+    def wait_seconds(self) -> float:
+        """Seconds that training has waited for batches, or made them in this process."""
+        return sum(loader.wait_seconds for loader in self._loaders)
+
+    def lap_seconds(self) -> float:
+        """Return the seconds of training since the last call, without evaluation and saving."""
+        now = time.perf_counter()
+        seconds, self._lap_start = now - self._lap_start, now
+        return seconds
+
+    def _maybe_log_save_evaluate(self, *arguments: Any, **options: Any) -> None:
+        start = time.perf_counter()
+        super()._maybe_log_save_evaluate(*arguments, **options)  # type: ignore[misc]  # of the trainer's class
+        # Where a lap began inside, only the time since then is left out.
+        self._lap_start += time.perf_counter() - max(start, self._lap_start)
+
+
+class LogsPacks(TimesSteps):
+    """Mixin of a trainer on a schedule that logs statistics of its packs with each loss."""
+
+    state: Any
+    schedule: EpochSchedule
+    pack_stats: Callable[[int], PackStats]
+    """Function that returns statistics of the packs of an epoch."""
+
+    evaluates_packs = True
+    """Whether evaluation counts packs too, so that its samples per second are left out."""
+
+    _stats: EpochStats | None = None
+    _epoch_start = _logged_until = 0
+    _waited = 0.0
+
+    @contextmanager
+    def logging_epoch(self, epoch: int) -> Iterator[None]:
+        """Inside this context, log the statistics of an epoch's steps; after it, of the epoch."""
+        self._stats = stats = EpochStats.from_schedule(self.pack_stats(epoch), self.schedule, epoch)
+        self._epoch_start = self._logged_until = self.state.global_step
+        self.lap_seconds()
+        yield
+        # Not the method of ms-swift or TRL, which would add means of the steps since the last log.
+        Trainer.log(self, dict(stats.epoch_statistics(self.state.global_step - self._epoch_start)))
+
+    def log(self, logs: dict[str, float], *arguments: Any, **options: Any) -> None:
+        """
+        Log values as the trainer does. A loss has statistics of the steps since the last log beside
+        it. Rates of samples, which would count packs, are left out.
+        """
+        if "loss" in logs and self._stats is not None and self.state.global_step > self._logged_until:
+            start, stop = self._logged_until - self._epoch_start, self.state.global_step - self._epoch_start
+            seconds, positions = self.lap_seconds(), self._stats.num_positions(start, stop)
+            self._logged_until = self.state.global_step
+            logs = {**logs, **self._stats.statistics(start, stop), "tokens_per_second": positions / seconds}
+            if (tokens := self._stats.num_tokens(start, stop)) < positions:
+                logs["useful_tokens_per_second"] = tokens / seconds
+            logs["data_wait_seconds"], self._waited = self.wait_seconds - self._waited, self.wait_seconds
+        super().log(drop_pack_rates(logs, of_evaluation=self.evaluates_packs), *arguments, **options)  # type: ignore[misc]
+
+
+def text_pack_stats(plan: Plan, model: Any) -> PackStats:
+    """
+    Return the statistics of a plan's packs, with the work of a model's text on them.
+
+    Args:
+        plan: The plan. A pair of answers counts as one sample.
+        model: Model that is trained, of the tokens of images too, but without its vision tower.
+    """
+    work, _ = WorkModel.from_config_or_estimated(model.config.to_dict())
+    adapts = hasattr(model, "peft_config") or hasattr(model, "adapters")
+    works = SampleWorks.from_lengths(work.trained(text=not adapts), plan.lengths)
+    return PackStats.from_plan(plan.raw, plan.lengths, works=works)
+
+
+def drop_pack_rates(logs: dict[str, float], *, of_evaluation: bool = True) -> dict[str, float]:
+    """
+    Remove samples per second from *logs*, since trainers count packs; return the same dict.
+
+    Args:
+        logs: Values to log.
+        of_evaluation: Whether evaluation counts packs too.
+    """
+    for name in [name for name in logs if name.endswith("_samples_per_second")]:
+        if of_evaluation or name.startswith("train_"):
+            del logs[name]
+    return logs
