@@ -164,7 +164,10 @@ class Spy:
 
     def watch_checkpoints(self, kind: Any) -> None:
         """Note that a trainer loads weights; ruin those that it saves, as the run is named."""
-        load, save = kind._load_from_checkpoint, kind._maybe_log_save_evaluate
+        from packplan.adapters.swift import training
+
+        planned = training._PlannedSwiftTraining
+        load, save = planned._load_from_checkpoint, kind._maybe_log_save_evaluate
 
         def load_from_checkpoint(trainer: Any, *args: Any, **options: Any) -> None:
             (self.folder / f"loaded{self.rank}").touch()
@@ -175,7 +178,7 @@ class Spy:
                 next(trainer.model.parameters()).data.view(-1)[0] = float("nan")
             save(trainer, *args, **options)
 
-        kind._load_from_checkpoint, kind._maybe_log_save_evaluate = load_from_checkpoint, log_save_evaluate
+        planned._load_from_checkpoint, kind._maybe_log_save_evaluate = load_from_checkpoint, log_save_evaluate
 
     def note_rows(self, encoded: list[Any], template: Any) -> None:
         """Write the rows as encoded; then break one, as the name of the run says."""

@@ -331,7 +331,7 @@ def test_sigterm_saves_a_checkpoint_from_which_the_run_goes_on(ran):
     folder = first.folder / "out" / "checkpoint-3"
     said = f"SIGTERM: saved a checkpoint at step 3 of {len(whole.losses)}; resume_from_checkpoint {folder} continues"
     assert said in " ".join(first.said.split())
-    assert "packplan: training goes on after step 3" in rest.said
+    assert "packplan: training continues after step 3" in rest.said
     assert 3 == len(first.losses) < len(whole.losses)
     assert whole.losses[:3] == first.losses
     assert whole.losses == rest.losses, "with those of the checkpoint's log"
