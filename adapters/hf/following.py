@@ -432,16 +432,15 @@ class ServesPacks(KeepsCheckpoints, ComputesPacks, LogsPacks, FollowsSchedule):
                 or this run cannot take its optimizer.
             CorruptArtefactError: The trainer's state in it is damaged.
         """
-        folder = resume_from_checkpoint or None
-        folder = get_last_checkpoint(self.args.output_dir) if folder is True else folder
-        if folder is not None:
-            self._verify(Path(folder))
-            self.last_save = str(folder)
+        last = get_last_checkpoint(self.args.output_dir) if resume_from_checkpoint is True else resume_from_checkpoint
+        if last:
+            self.last_save = str(last)
+            self._verify(Path(last))
         result = super().train(resume_from_checkpoint, *args, **options)  # type: ignore[misc]
         step, total = self.state.global_step, self.schedule.total_steps
         if self.was_terminated and step < total:
-            then = f"resume_from_checkpoint {self.last_save} continues from there"
-            self.show(f"SIGTERM: saved a checkpoint at step {step:,} of {total:,}; {then}")
+            text = "SIGTERM: saved a checkpoint at step {:,} of {:,}; resume_from_checkpoint {} continues from there"
+            self.show(text.format(step, total, self.last_save))
         return result
 
     def _verify(self, folder: Path) -> None:

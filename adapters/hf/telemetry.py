@@ -50,8 +50,7 @@ class LogsPacks(TimesSteps):
     """Whether evaluation counts packs too, so that its samples per second are left out."""
 
     _stats: EpochStats | None = None
-    _epoch_start = _logged_until = 0
-    _waited = 0.0
+    _epoch_start, _logged_until, _waited = 0, 0, 0.0
 
     @contextmanager
     def logging_epoch(self, epoch: int) -> Iterator[None]:
