@@ -1,8 +1,7 @@
 """
-Commands of `packplan`, which combine the rules of core with the adapters.
-
-`python -m app.COMMAND` imports this first: from here on, Ctrl-C is answered by a line, also while
-modules are being imported.
+Commands of `packplan`. They combine the functions of core with the adapters.
+`python -m app.COMMAND` imports this package first, so that Ctrl-C prints one line instead of a
+traceback even while modules are being imported.
 """
 
 import sys

@@ -1,8 +1,8 @@
 """
-Plan packs, and train from them: `packplan COMMAND ...`.
+Plan packs, and train them: `packplan COMMAND ...`.
 
-`packplan COMMAND --help` says more. Exit status: 0; 1 a fault in Packplan; 2 a fault in what it was
-given; 3 something failed its verification; 130 Ctrl-C.
+`packplan COMMAND --help` describes a command. The exit status is 0 after success, 1 for a bug in
+Packplan, 2 for an error in the input, 3 for a failed check, and 130 for Ctrl-C.
 """
 
 import argparse
@@ -16,16 +16,16 @@ from packplan.app.cli.command import run_program
 COMMANDS = MappingProxyType(
     {
         "probe": ("packplan.app.probe", "prove that a model keeps packed samples apart, or show where they mix"),
-        "plan": ("packplan.app.plan.__main__", "measure, plan, and look at plans, before training"),
-        "check": ("packplan.app.check", "show that packed training is the same training, on your own model"),
+        "plan": ("packplan.app.plan.__main__", "measure samples, plan packs, and inspect plans, before training"),
+        "check": ("packplan.app.check", "compare packed training with unpacked training, on your own model"),
         "sft": ("packplan.app.sft", "fine-tune a model from a static pack plan, or from a stream"),
-        "plugin": ("packplan.app.plugin", "train planned packs inside swift sft, by one more flag"),
-        "rl": ("packplan.app.rl", "train on the model's own answers, by TRL, in packed microbatches"),
-        "measure": ("packplan.app.measure", "write the exact lengths of records as a table, for any tool"),
-        "export": ("packplan.app.export", "write the rows of a command of ms-swift with their lengths"),
+        "plugin": ("packplan.app.plugin", "write a plugin that trains planned packs inside swift sft"),
+        "rl": ("packplan.app.rl", "train on the model's own answers with TRL, in packed microbatches"),
+        "measure": ("packplan.app.measure", "write a table with the exact lengths of records, for any tool"),
+        "export": ("packplan.app.export", "write the rows of an ms-swift command with their lengths"),
     }
 )
-"""Command -> its module, which is imported when it is called, and its help text."""
+"""Command -> its module, which is imported only when the command is called, and its help text."""
 
 
 def main(arguments: list[str] | None = None) -> int:

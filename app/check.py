@@ -1,10 +1,11 @@
 """
-Show that packed training is the same training, on your own model and data: `packplan check
-run.yaml`.
+Compare packed training with unpacked training on your own model and data:
+`packplan check run.yaml`.
 
-Takes packs from the run's own plan and compares them, through the run's model, template and
-attention backend, with their samples alone: positions, labels, logits, losses, gradients; and no
-gradient may pass between samples. Exit status 0 if all is equal, 3 if not.
+The command compares packs of the run's plan with each of their samples alone, with the run's model,
+template and attention backend. Positions, labels, logits, losses and gradients have to be equal,
+and no gradient may pass between samples. The exit status is 0 if all checks pass, and 3 if a check
+fails.
 """
 
 from __future__ import annotations
@@ -47,7 +48,7 @@ log = logging.getLogger("packplan.app.check")
 
 @attrs.frozen
 class Report:
-    """Results of a comparison of packs with their samples alone."""
+    """Results of comparing packs with each of their samples alone."""
 
     model: str
     model_type: str
@@ -58,7 +59,7 @@ class Report:
 
     verdicts: tuple[Verdict, ...]
     records: tuple[str, ...]
-    """File and line of each verdict's sample; empty without one."""
+    """File and line of the sample in each verdict; empty if the verdict names no sample."""
 
     not_compared: Mapping[str, str]
     """Name of each check that was left out -> the reason."""
@@ -100,12 +101,12 @@ def check(config: RunConfig, *, num_packs: int) -> Report:
 
 def compare_packs(config: RunConfig, trainer: PlanTrainer, train: PlannedSplit, *, num_packs: int) -> Report:
     """
-    Compare packs of a run that is prepared to train; see `check`.
+    Compare packs with a trainer that is already prepared; see `check`.
 
     Args:
         config: The run.
         trainer: Trainer of the run, ready to train.
-        train: Split `train` of the run, planned.
+        train: The planned split `train` of the run.
         num_packs: Most packs to compare.
     """
     from packplan.adapters.trainer.equality import PackComparison
@@ -136,7 +137,7 @@ def compare_packs(config: RunConfig, trainer: PlanTrainer, train: PlannedSplit, 
 
 
 def print_report(report: Report) -> None:
-    """Print a report as text for people."""
+    """Print a report as a table."""
     kinds = Counter(kind for _, kind, _ in report.packs)
     console = plain_console(140)
     console.print(
@@ -161,7 +162,7 @@ def print_report(report: Report) -> None:
 
 
 def as_json(report: Report) -> str:
-    """Return a report as JSON text for programs."""
+    """Return a report as a JSON document."""
     checks = [
         {
             "check": verdict.check,

@@ -1,10 +1,10 @@
 """
-Write the rows of a command of ms-swift with their lengths: `packplan export --cached-dataset FOLDER
-swift sft --model ...`.
+Write the rows of an ms-swift command with their lengths:
+`packplan export --cached-dataset FOLDER swift sft --model ...`.
 
-Then `swift sft --cached_dataset FOLDER`, instead of `--dataset`, encodes no row before it trains.
-The lengths are those of `packplan plan build`, which this does first; rows that ms-swift leaves out
-are left out.
+`swift sft --cached_dataset FOLDER`, instead of `--dataset`, then encodes no row before training.
+The command first measures lengths as `packplan plan build` does. Rows that ms-swift leaves out are
+not written.
 """
 
 import argparse
@@ -20,9 +20,9 @@ from packplan.core.errors import ConfigError, counted
 def main(arguments: list[str] | None = None) -> int:
     """Run the command; return its exit status."""
     parser = command_parser("export", __doc__)
-    parser.add_argument("source", metavar="swift sft ...", help="the words of a command, at the end")
+    parser.add_argument("source", metavar="swift sft ...", help="the ms-swift command, at the end")
     parser.add_argument("--cached-dataset", type=Path, required=True, metavar="FOLDER", help="folder to make")
-    parser.add_argument("--world-size", type=parse_ranks, metavar="N", help="ranks (default: those of the command)")
+    parser.add_argument("--world-size", type=parse_ranks, metavar="N", help="ranks (default: as in the command)")
     add_logging_options(parser)
     own, words = split_command(arguments)
     options = parser.parse_intermixed_args(own)
@@ -31,7 +31,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def run(options: argparse.Namespace, words: Sequence[str]) -> None:
-    """Measure, plan and write the rows; ConfigError if the folder exists."""
+    """Measure and plan the rows, and write them; ConfigError if the folder exists."""
     folder: Path = options.cached_dataset
     if folder.exists():
         raise ConfigError.for_key("--cached-dataset", f"is {folder}, which exists: name a new folder, or remove it")
@@ -52,7 +52,7 @@ def run(options: argparse.Namespace, words: Sequence[str]) -> None:
     numbers = export_rows(splits, folder)
     flags = [f"--cached_dataset {folder}", *([f"--cached_val_dataset {folder / 'val'}"] if "eval" in numbers else [])]
     rows = counted(numbers["train"], "row")
-    print(f"{folder}: {rows} with their lengths; say {' '.join(flags)} instead of --dataset")
+    print(f"{folder}: {rows} with their lengths; use {' '.join(flags)} instead of --dataset")
 
 
 if __name__ == "__main__":

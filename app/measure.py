@@ -2,9 +2,9 @@
 Measure the exact lengths of records, for any tool: `packplan measure DATA... --model M -o
 lengths.parquet`.
 
-Writes a Parquet table with a row for each record: tokens, supervised tokens, images, videos,
-patches and frames, by index and by a digest of the content. Run it again after an interruption:
-records that are already measured are not measured again.
+The command writes a Parquet table with a row for each record: its index, a digest of its content,
+and its numbers of tokens, supervised tokens, images, videos, patches and frames. After an
+interruption, run the command again: it measures only the remaining records.
 """
 
 import argparse
@@ -32,7 +32,7 @@ log = logging.getLogger(__name__)
 KEPT_NOTE = "what was measured is kept; run again to continue"
 
 _OVERRIDE = re.compile(r"(?:model|template|custom|training)\.\w+=")
-"""Beginning of an argument that is not a data file but the value of a key."""
+"""Start of an argument that sets a key, and is not a data file."""
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -44,10 +44,10 @@ def main(arguments: list[str] | None = None) -> int:
         "YAML's or its defaults: template.max_pixels=200704",
     )  # fmt: skip
     parser.add_argument("--model", metavar="M", help="folder of the model, or its id in a local cache")
-    parser.add_argument("--config", metavar="run.yaml", help="run whose model, template and data are taken")
+    parser.add_argument("--config", metavar="run.yaml", help="run whose model, template and data are used")
     parser.add_argument(
         "-o", "--output", type=Path, required=True, metavar="lengths.parquet",
-        help="table to write; one that is there is continued",
+        help="table to write; an existing table is continued",
     )  # fmt: skip
     add_ray_option(parser)
     add_logging_options(parser)
@@ -61,7 +61,7 @@ def run(options: argparse.Namespace) -> None:
     data = [word for word in options.data if not _OVERRIDE.match(word)]
     if options.config is None and not (data and options.model):
         missing = "DATA" if not data else "--model"
-        raise ConfigError.for_key(missing, "is not given, and there is no --config to take it from: name it")
+        raise ConfigError.for_key(missing, "is not given, and there is no --config that names it: add it")
     if options.config is not None and (data or options.model):
         raise ConfigError.for_key("--config", "has a model and data: leave DATA and --model out, or give key=value")
     output: Path = options.output
@@ -91,7 +91,7 @@ def run(options: argparse.Namespace) -> None:
 
 
 def _write_table(split: Split, output: Path, report: ReportProgress) -> Arrays:
-    """Measure a split and write its table; return no arrays, as no other rank needs any."""
+    """Measure a split and write its table; return no arrays, since other ranks need none."""
     table = measure(split, report)
     report(f"writing {output}")
     length_tables.publish_table(split, split.stores.lengths.stored(), output)

@@ -1,10 +1,11 @@
 """
-Prove that a model keeps the samples of a pack apart, or show where they are mixed: `packplan probe
-MODEL`.
+Prove that a model keeps the samples of a pack apart, or show which module mixes them:
+`packplan probe MODEL`.
 
-MODEL is a folder, a config.json, or an id in a local cache. A small copy with random weights is
-tested in some seconds under each attention that is installed. No weights are read. Exit status 0 if
-samples may share packs under the attention that a run takes by default (auto), 3 if not.
+MODEL is a folder, a config.json, or an id in a local cache. A small copy of the model with random
+weights is tested in a few seconds, with each installed attention backend. No weights are read. The
+exit status is 0 if the model can be packed with the default attention of a run (auto), and 3 if
+not.
 """
 
 from __future__ import annotations
@@ -66,10 +67,10 @@ def main(arguments: list[str] | None = None) -> int:
     parser = command_parser("probe", __doc__)
     parser.add_argument("model", metavar="MODEL", help="folder, config.json, or id in a local cache")
     parser.add_argument(
-        "--dtype", choices=("float32", "bfloat16", "float16"), help="type to compute in (default: float32)"
+        "--dtype", choices=("float32", "bfloat16", "float16"), help="data type to compute in (default: float32)"
     )
     parser.add_argument(
-        "--device", choices=("cpu", "cuda"), help="device to compute on (default: a GPU for what runs there alone)"
+        "--device", choices=("cpu", "cuda"), help="device (default: a GPU for backends that need it, else the CPU)"
     )
     parser.add_argument("--trust-remote-code", action="store_true", help="run Python code from the model's folder")
     parser.add_argument("--json", action="store_true", help="print one JSON document instead of a table")
@@ -90,7 +91,7 @@ def main(arguments: list[str] | None = None) -> int:
         run = found[0]
         if not run.may_pack:
             where = next((f"; first in {one.mixes_in}" for one in found if one.mixes_in is not None), "")
-            fact = f"samples may not share packs of {options.model}: {run.reason}{where}"
+            fact = f"samples of {options.model} may not share packs: {run.reason}{where}"
             raise MismatchError("leak", fact, {"module": run.mixes_in})
 
     return run_command(command, verbose=options.verbose, quiet=options.quiet, kept="nothing is kept")

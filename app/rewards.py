@@ -5,12 +5,13 @@ from collections.abc import Sequence
 from typing import Any
 
 Completions = Sequence[Sequence[dict[str, str]]]
-"""Messages of each completion: one, of the assistant."""
+"""Messages of each completion: one message of the assistant."""
 
 
 def character_overlap(completions: Completions, answer: Sequence[str], **_: Any) -> list[float]:
     """
-    Return the F1 score of the characters of each completion and its answer, without blanks.
+    Return the F1 score between the characters of each completion and its answer, ignoring
+    whitespace.
 
     >>> character_overlap([[{"role": "assistant", "content": "dab"}]], ["a bad day"])
     [0.6]
@@ -25,6 +26,8 @@ def character_overlap(completions: Completions, answer: Sequence[str], **_: Any)
 
 
 def exact_match(completions: Completions, answer: Sequence[str], **_: Any) -> list[float]:
-    """Return 1 for each completion that equals its answer without surrounding blanks, else 0."""
+    """
+    Return 1 for each completion that equals its answer, ignoring surrounding whitespace, else 0.
+    """
     pairs = zip(completions, answer, strict=True)
     return [float(said[-1]["content"].strip() == wanted.strip()) for said, wanted in pairs]

@@ -1,8 +1,9 @@
 """
 Reinforcement learning on the model's own answers (GRPO), by TRL's `GRPOTrainer`.
 
-Answers differ in length: `policy.sequence_packing` or `policy.dynamic_batching` say how they become
-microbatches. Everything else, as resuming, adapters, FSDP or vLLM, is TRL's, by `grpo.`.
+Answers differ in length. `policy.sequence_packing` or `policy.dynamic_batching` decide how answers
+are divided into microbatches. TRL does everything else, such as resuming, adapters, FSDP or vLLM,
+by the keys of `grpo.`.
 """
 
 import sys

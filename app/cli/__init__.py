@@ -1,1 +1,4 @@
-"""Parts that every command uses: options, exit statuses, Ctrl-C, full disks."""
+"""
+Functions that every command uses: options, exit statuses, and messages after Ctrl-C or on a full
+disk.
+"""

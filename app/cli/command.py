@@ -23,39 +23,44 @@ KEPT_NOTE = (
     "what was measured, planned and saved is kept; run again to continue (training: with "
     "training.resume_from_checkpoint=last, if a checkpoint was saved)"
 )
-"""Note after Ctrl-C, for most commands: the work that is kept."""
+"""Note that most commands print after Ctrl-C: which work is kept."""
 
 RUN_HELP = "the run; see docs/configuration.md"
-"""Help text of a run's YAML."""
+"""Help text of the argument that names a run's YAML."""
 
 _FULL_DISK = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 """
-Error numbers of a full disk, a used-up quota, and a file that must not grow.
+Error numbers of a full disk, an exceeded quota, and a file that has reached its size limit.
 """
 
 _TOO_MANY_FILES = (errno.EMFILE, errno.ENFILE)
-"""Error numbers of a process, or a machine, that may open no more files."""
+"""Error numbers of a process, or a machine, that has reached its limit of open files."""
 
 _LEAST_FILES, _MOST_FILES = 256, 2**16
-"""Open files that a process needs, and those for which the limit is raised."""
+"""
+Number of open files that a process needs at least, and the number to which its limit is raised.
+"""
 
 _ELSEWHERE = "free disk space, or write elsewhere"
 
 BROKEN_PIPE, USER_ERROR, VERIFICATION_FAILED, INTERRUPTED = 1, 2, 3, 130
 
 EXTRAS = MappingProxyType({"ray": "ray", "deepspeed": "deepspeed", "qwen_omni_utils": "omni", "decord": "video"})
-"""Package -> the extra that brings it; `train` brings all others."""
+"""Package -> the extra of packplan that installs it; `train` installs all others."""
 
 
 def command_parser(name: str, about: str | None) -> argparse.ArgumentParser:
-    """Return the parser of `packplan NAME`; its help begins with *about*, unchanged."""
+    """
+    Return an argument parser for `packplan NAME`, whose help begins with the unchanged text
+    *about*.
+    """
     return argparse.ArgumentParser(
         prog=f"packplan {name}", description=about, formatter_class=argparse.RawDescriptionHelpFormatter
     )
 
 
 def add_logging_options(parser: argparse.ArgumentParser) -> None:
-    """Declare --quiet and --verbose, which every command takes."""
+    """Declare the options --quiet and --verbose, which every command has."""
     parser.add_argument(
         "--quiet", action="store_true", help="show neither progress nor notes, only warnings and errors"
     )
@@ -64,7 +69,8 @@ def add_logging_options(parser: argparse.ArgumentParser) -> None:
 
 def add_config_arguments(parser: argparse.ArgumentParser, *, about: str = RUN_HELP) -> None:
     """
-    Declare the path of a YAML, with the help text *about*, and overrides; see `parse_arguments`.
+    Declare the argument for a YAML, with the help text *about*, and the overrides; see
+    `parse_arguments`.
     """
     parser.add_argument("config", metavar="run.yaml", help=about)
     add_overrides(parser)
@@ -79,10 +85,10 @@ def add_overrides(parser: argparse.ArgumentParser) -> None:
 
 
 def add_ray_option(parser: argparse.ArgumentParser) -> None:
-    """Declare --ray, which measures on a cluster."""
+    """Declare the option --ray, which measures lengths on a Ray cluster."""
     parser.add_argument(
         "--ray", nargs="?", const="auto", type=_parse_address, metavar="ADDRESS",
-        help="measure on all nodes of a Ray cluster (default: that of RAY_ADDRESS, or of this machine)",
+        help="measure on all nodes of a Ray cluster (default: the cluster at RAY_ADDRESS, or on this machine)",
     )  # fmt: skip
 
 
@@ -97,7 +103,7 @@ def parse_arguments(parser: argparse.ArgumentParser, arguments: list[str] | None
     """
     Parse the options of a command; overrides may stand before and after options.
 
-    A subcommand sets its own parser as the default of `parser`, which then reports errors.
+    If a subcommand sets its own parser as the default of `parser`, that parser reports errors.
     """
     options, others = parser.parse_known_args(arguments)
     if wrong := [text for text in others if text.startswith("-") or "=" not in text]:
@@ -115,15 +121,15 @@ def run_command(
     """
     Run *command*, and return its exit status.
 
-    It is 1 for a closed pipe, 2 for the user's fault or a full disk, 3 for a failed verification,
-    130 for Ctrl-C, else 0. Any other exception is a fault of Packplan, and is raised.
+    The status is 0 after success, 1 for a closed pipe, 2 for a user's error or a full disk, 3 for a
+    failed check, and 130 for Ctrl-C. Any other exception is a bug in Packplan, and is raised.
 
     Args:
-        command: The work to run.
-        verbose: Also show what the libraries log.
-        quiet: Show neither progress nor notes.
+        command: Function that does the work.
+        verbose: Also show log lines of the libraries.
+        quiet: Show only warnings and errors, no progress.
         kept: Note printed after Ctrl-C: which work is kept, and how to continue.
-        for_host: In messages, name arguments of a command of ms-swift in place of keys of a YAML.
+        for_host: Name arguments of an ms-swift command in messages, instead of keys of a YAML.
     """
     from packplan.adapters import progress
 
@@ -158,7 +164,7 @@ def run_command(
 
 
 def _raise_file_limit() -> None:
-    """Raise the soft limit of open files as far as the hard one; OSError if too few remain."""
+    """Raise the soft limit of open files, at most to the hard limit; OSError if that is too low."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     allowed = _MOST_FILES if hard == resource.RLIM_INFINITY else min(hard, _MOST_FILES)
     if 0 <= soft < allowed:
@@ -172,10 +178,10 @@ def run_program(main: Callable[[], int]) -> int:
     """
     Run the main function of a program, flush its output, and return its exit status.
 
-    argparse, Ctrl-C or a missing package may end it.
+    argparse, Ctrl-C or a missing package may end the program early.
 
     Args:
-        main: Reads the command line, and returns the exit status.
+        main: Main function, which reads the command line and returns the exit status.
     """
     try:
         status: int = main()
@@ -201,7 +207,7 @@ def run_program(main: Callable[[], int]) -> int:
 
 
 def _flush() -> None:
-    """Flush standard output, if the program was started with one."""
+    """Flush standard output, unless the program was started without it."""
     if sys.stdout is not None:
         sys.stdout.flush()
 
@@ -222,7 +228,7 @@ def _report_full_disk(error: OSError) -> int:
 
 def _report_output_error(error: OSError) -> int:
     """
-    Write no more to standard output, and return the exit status; print the error, unless the reader
+    Stop writing to standard output, and return the exit status. Print the error, unless the reader
     has closed the pipe, as `| head` does.
     """
     _discard_output(sys.stdout)
@@ -233,7 +239,7 @@ def _report_output_error(error: OSError) -> int:
 
 
 def _print_error(text: str) -> None:
-    """Print on standard error; do nothing if it is closed."""
+    """Print to standard error; do nothing if it is closed."""
     try:
         print(text, file=sys.stderr)
     except OSError:
@@ -249,7 +255,7 @@ def plain_console(width: int | None = None) -> "Console":
     """
     Return a console that prints text unchanged, and does not wrap lines.
 
-    *width* is the width of tables, in columns, where standard output is no terminal.
+    *width* is the width of tables in columns, used if standard output is not a terminal.
     """
     from rich.console import Console
 
@@ -275,9 +281,9 @@ def parse_number(text: str, least: int = 0, most: int | None = None) -> int:
     Parse a whole number, for argparse.
 
     Args:
-        text: The number as it is typed.
-        least: Smallest number that is accepted.
-        most: Largest number that is accepted; None for no limit.
+        text: Text of the argument.
+        least: Smallest accepted number.
+        most: Largest accepted number; None for no limit.
     """
     if not text.isdecimal() or int(text) < least or (most is not None and int(text) > most):
         bound = f"at least {least}" if most is None else f"at least {least} and at most {most:,}"
@@ -298,17 +304,22 @@ def parse_ranks(text: str) -> int:
 
 
 def parse_positives(text: str, parse: Callable[[str], int] = parse_positive) -> list[int]:
-    """Parse numbers of at least 1, separated by commas, for argparse; return each once, sorted."""
+    """
+    Parse comma-separated numbers of at least 1, for argparse; return them sorted, without
+    duplicates.
+    """
     return sorted({parse(part.strip()) for part in text.split(",")})
 
 
 def parse_rank_counts(text: str) -> list[int]:
-    """Parse numbers of ranks, separated by commas, for argparse; return each once, sorted."""
+    """
+    Parse comma-separated numbers of ranks, for argparse; return them sorted, without duplicates.
+    """
     return parse_positives(text, parse_ranks)
 
 
 class _LevelFormatter(logging.Formatter):
-    """Formatter that puts the level before warnings and errors, and breaks lines that are wide."""
+    """Formatter that writes the level before warnings and errors, and wraps long lines."""
 
     def __init__(self, form: str, text: Callable[[str], str]) -> None:
         super().__init__(form)
@@ -320,7 +331,7 @@ class _LevelFormatter(logging.Formatter):
 
 
 class _ErrorOutput(logging.Handler):
-    """Handler that writes to the standard error of that moment: above a bar, if one is drawn."""
+    """Handler that writes to the current standard error, above a progress bar if one is shown."""
 
     def emit(self, record: logging.LogRecord) -> None:
         """Write a record."""
@@ -329,8 +340,8 @@ class _ErrorOutput(logging.Handler):
 
 def _set_up_logging(text: Callable[[str], str], *, verbose: bool, quiet: bool) -> None:
     """
-    Log to standard error: all messages of Packplan on rank 0; only warnings of other ranks, of
-    libraries, and with --quiet. *text* returns a line as it is shown.
+    Log to standard error. Rank 0 logs all messages of Packplan; other ranks, libraries and runs
+    with --quiet log only warnings. *text* converts each line before it is shown.
     """
     rank = os.environ.get("RANK", "0")
     handler = _ErrorOutput()

@@ -1,5 +1,4 @@
 """
-Parts of a run, built from its configuration.
-
-`commands`, `runs`, `policies`, `stores` and `length_tables` load no torch; the others do.
+Functions that build the parts of a run from its configuration. The modules `commands`, `runs`,
+`policies`, `stores` and `length_tables` do not import torch; the other modules do.
 """

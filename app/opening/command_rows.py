@@ -1,4 +1,4 @@
-"""Rows of a command of ms-swift, with the lengths that `packplan plan build` stores."""
+"""Rows of an ms-swift command, with the lengths that `packplan plan build` stores."""
 
 from collections.abc import Iterable, Sequence
 from functools import partial
@@ -25,14 +25,16 @@ from packplan.core.samples.tables import column, sample_indices
 
 
 def open_command_encoders(config: RunConfig, command: HostCommand) -> dict[str, DatasetRowsEncoder]:
-    """Open the rows of each split of a command of ms-swift, on the command's template."""
+    """Open the rows of each split of an ms-swift command, with the command's template."""
     arguments, _ = read_command(command.task, command.words, world_size=command.world_size)
     pipeline = open_pipeline(arguments)
     return {split: _open_rows(config, pipeline.template, split, rows) for split, rows in pipeline.read_rows().items()}
 
 
 def _open_rows(config: RunConfig, template: Any, split: str, rows: Any) -> DatasetRowsEncoder:
-    """Open *rows* of a split, a `datasets.Dataset`, on the command's template in training mode."""
+    """
+    Open *rows* of a split, a `datasets.Dataset`, with the command's template in training mode.
+    """
     name = " ".join(config.custom.train_jsonl if split == "train" else config.custom.val_jsonl)
     parts = config.command.sequences_per_row if config.command else 1
     file = DatasetRowsFile(rows, name=name, sequences_per_row=max(parts, 1))
@@ -45,7 +47,7 @@ def export_rows(splits: Iterable[MeasuredSplit], folder: Path) -> dict[str, int]
 
     Args:
         splits: Measured splits of the command.
-        folder: Folder to make.
+        folder: Folder to create.
     """
     exported = {}
     for split in splits:
@@ -62,18 +64,18 @@ def export_rows(splits: Iterable[MeasuredSplit], folder: Path) -> dict[str, int]
 
 def take_stored_lengths(pipeline: Any, data_sets: Sequence[Any]) -> list[Any]:
     """
-    Return the data sets of a training pipeline of ms-swift with their stored lengths.
-
-    `packplan plan build` has stored them for the same command. Rows that it left out are left out
-    here too. No row is encoded.
+    Return the data sets of ms-swift's training pipeline with their stored lengths.
+    `packplan plan build` has stored the lengths for the same command. Rows that it left out are not
+    returned. No row is encoded.
 
     Args:
-        pipeline: Pipeline of ms-swift under the plugin, with arguments and template.
-        data_sets: Rows of training and rows of evaluation; either may be None.
+        pipeline: ms-swift's pipeline under the plugin, with its arguments and template.
+        data_sets: Training rows and evaluation rows; either may be None.
 
     Raises:
-        NotBuiltError: No lengths are stored, or not all.
-        StaleError: They are of other rows or arguments, or a resumed run was trained without them.
+        NotBuiltError: The lengths of some rows are not stored.
+        StaleError: The stored lengths belong to other rows or arguments, or the checkpoint of a
+            resumed run was trained with other lengths.
         PackplanError: Stored files or media are damaged.
     """
     arguments, template = pipeline.args, pipeline.template

@@ -1,9 +1,9 @@
 """
-A command of ms-swift as a run that is planned and not trained here: `packplan plan build swift sft
---model ...`.
+An ms-swift command, converted to a run that Packplan measures and plans, but does not train:
+`packplan plan build swift sft --model ...`.
 
-ms-swift itself resolves the words of the command, as the shell passes them on. The options of a
-launcher before it are not read.
+ms-swift's own parser reads the words of the command. Options of a launcher in front of the command
+are ignored.
 """
 
 import logging
@@ -27,10 +27,10 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 _PROGRAM = re.compile(r"swift|torchrun|accelerate|deepspeed|python[\d.]*")
-"""Names of programs that begin a command of ms-swift."""
+"""Names of programs that start an ms-swift command."""
 
 _ENTRY = re.compile(r"(?:.*[/.])?swift[/.]cli[/.](\w+?)(?:\.py)?")
-"""Module or file that trains without the program `swift`, as `swift.cli.sft`."""
+"""Module or file that trains without the program `swift`, such as `swift.cli.sft`."""
 
 _PLANNED = ("sft", "pt", "rlhf")
 """Commands of ms-swift that can be planned."""
@@ -41,10 +41,8 @@ _LAUNCHERS = ("accelerate", "deepspeed", "torch.distributed.run", "torchrun")
 
 def require_traceable(config: RunConfig) -> None:
     """
-    Refuse a run that cannot be traced.
-
-    Refused are runs on several ranks of torchrun, and commands that train pairs, split texts, tasks
-    other than causal LM, or batches of several packs.
+    Refuse a run whose step cannot be traced. This refuses runs on several ranks of torchrun, and
+    commands that train pairs, split texts, tasks other than causal LM, or batches of several packs.
     """
     if (started := read_world_size()) > 1:
         raise ConfigError("torchrun", (Fault("", f"starts {started} ranks: use --world-size instead"),))
@@ -68,12 +66,12 @@ def split_command(given: Sequence[str] | None, *, skip: int = 0) -> tuple[list[s
     """
     Return the words up to the program that starts an ms-swift command, and the words after it.
 
-    The first part contains the program. Without such a program, it is all words, and the second is
-    empty.
+    The first list ends with the program. Without such a program, the first list has all words, and
+    the second list is empty.
 
     Args:
-        given: Words of a command line of this project; None takes the words of this process.
-        skip: Number of earlier words to skip that look like such a program, as the first `swift` in
+        given: Words of a `packplan` command line; None takes the words of this process.
+        skip: Number of words to skip that look like such a program, such as the first `swift` in
             `plugin swift swift sft`.
     """
     words = sys.argv[1:] if given is None else given
@@ -84,12 +82,12 @@ def split_command(given: Sequence[str] | None, *, skip: int = 0) -> tuple[list[s
 
 def read_run_or_command(path: str, words: Sequence[str] = (), *, world_size: int | None = None) -> RunConfig:
     """
-    Read the YAML of a run, or a command of ms-swift.
+    Read a run from its YAML, or from an ms-swift command.
 
     Args:
-        path: The YAML, or the first word of a command.
-        words: Values for single keys of the YAML; or the other words of the command.
-        world_size: Ranks of a command; None takes the ranks that it starts.
+        path: Path of the YAML, or the first word of an ms-swift command.
+        words: Values for single keys of the YAML, or the other words of the command.
+        world_size: Number of ranks of a command; None takes the number that the command starts.
 
     Raises:
         ConfigError: All faults of the run.
@@ -104,15 +102,15 @@ def read_run_or_command(path: str, words: Sequence[str] = (), *, world_size: int
 
 def resolve_command(words: Sequence[str], *, world_size: int | None = None, degrees: "Degrees" = 1) -> RunConfig:
     """
-    Return the run that plans a command, with its arguments as ms-swift resolves them.
+    Return a run that plans an ms-swift command, with the arguments as ms-swift resolves them.
 
     Args:
-        words: All words of the command, with those of a launcher.
+        words: All words of the command, including those of a launcher.
         world_size: Ranks of the command; None takes the ranks that it starts.
         degrees: Most ranks that share a long pack, as in `Plan.schedule`; 1 if none do.
 
     Raises:
-        ConfigError: The command has faults, or is none of ms-swift.
+        ConfigError: The command has faults, or is not an ms-swift command.
     """
     if read_world_size() > 1:
         raise ConfigError(COMMAND, (Fault("torchrun", "starts several ranks, but one process plans: leave it out"),))
@@ -129,8 +127,8 @@ def resolve_command(words: Sequence[str], *, world_size: int | None = None, degr
 
 def _split_words(words: Sequence[str]) -> tuple[list[str], str, list[str]]:
     """
-    Return the words of the launcher, the name of ms-swift's command, such as `sft`, and its
-    arguments; ConfigError if *words* name no command that can be planned.
+    Return the words of the launcher, the name of ms-swift's command (such as `sft`), and the
+    command's arguments; ConfigError if *words* name no command that can be planned.
     """
     for at, word in enumerate(words):
         entry = _ENTRY.fullmatch(word)
@@ -140,16 +138,17 @@ def _split_words(words: Sequence[str]) -> tuple[list[str], str, list[str]]:
         if (task := task.replace("_", "-")) not in _PLANNED:
             raise ConfigError(COMMAND, (Fault(f"swift {task}", f"cannot be planned: only {', '.join(_PLANNED)} can"),))
         return list(words[:at]), task, arguments
-    reason = "names no command of ms-swift: write swift sft, or a launcher and .../swift/cli/sft.py"
+    reason = "names no ms-swift command: write swift sft, or a launcher and .../swift/cli/sft.py"
     raise ConfigError(COMMAND, (Fault(words[0], reason),))
 
 
 def _count_started_ranks(launcher: Sequence[str], *, is_swift: bool) -> int:
     """
-    Return the number of ranks that a command starts; ConfigError if only its launcher knows it.
+    Return the number of ranks that a command starts; ConfigError if only its launcher knows the
+    number.
 
     Args:
-        launcher: Words of the command line before those of ms-swift.
+        launcher: Words of the command line before the words of ms-swift.
         is_swift: Whether the next word is the program `swift`, which starts the ranks of
             NPROC_PER_NODE and NNODES.
     """

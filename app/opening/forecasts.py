@@ -1,8 +1,6 @@
 """
-Forecasts of a run by its own trainer and packs.
-
-The memory of a step is traced without weights; the seconds of the run follow from steps that are
-timed.
+Forecasts of a run, computed with its own trainer and packs. The memory of a step is traced without
+weights. The time of the run is predicted from a few timed steps.
 """
 
 import math
@@ -49,15 +47,18 @@ _NOT_TRACED = (
     "deepspeed", "fsdp", "fsdp_config", "fp16", "tf32", "torch_compile", "torch_compile_backend", "torch_compile_mode",
     "use_liger_kernel", "dataloader_num_workers", "dataloader_persistent_workers", "dataloader_prefetch_factor",
 )  # fmt: skip
-"""Settings that need a GPU, that the tracer accounts for by itself, or that no step uses."""
+"""
+Settings that a trace leaves out: they need a GPU, the tracer accounts for them, or no step uses
+them.
+"""
 
 
 _MAX_EVAL_PACKS = 8
-"""Most packs of each rank that are evaluated."""
+"""Most packs that each rank evaluates."""
 
 
 def config_to_trace(config: RunConfig) -> RunConfig:
-    """Return a run with the settings that allow tracing its step on this machine's CPU."""
+    """Return a run with settings that allow tracing its step on this machine's CPU."""
     settings: Mapping[str, Any] = config.training.trainer
     kept = {name: value for name, value in settings.items() if name not in _NOT_TRACED}
     # bfloat16 and float16 have the same size.
@@ -80,15 +81,14 @@ def open_step_tracer(
     accumulates: bool,
 ) -> Iterator[StepTracer]:
     """
-    Yield a tracer of one rank's steps, on the model that a run trains.
-
-    The model is on the device `meta`, with its freezes and adapters.
+    Yield a tracer of one rank's steps, with the model that a run trains. The model is on the device
+    `meta`, with frozen weights and adapters.
 
     Args:
         config: The run.
         encoder: Encoder of the split `train`.
-        attention: Attention that was decided for `config_to_trace(config)`.
-        sharding: Sharding of the model over the ranks.
+        attention: Attention that was chosen for `config_to_trace(config)`.
+        sharding: How the model is sharded over the ranks.
         world_size: Number of ranks.
         accumulates: Whether a step has several microbatches.
 
@@ -116,7 +116,7 @@ def config_to_time(config: RunConfig) -> RunConfig:
     """
     Return a run that starts from the beginning, and evaluates and saves only at its last step.
 
-    It logs each step if the run does, else none, since a logged step takes longer.
+    It logs every step if the run does, else no step, since logging takes time.
     """
     training, end = config.training, 10**9
     evaluates = bool(config.custom.val_jsonl) and training.trainer.get("eval_strategy") != "no"
@@ -144,7 +144,7 @@ def forecast_time(
     """
     Time some steps of a run, and return the forecast of the whole run.
 
-    Every rank calls this, and cannot use the trainer afterwards.
+    Every rank has to call this. The trainer cannot be used afterwards.
 
     Args:
         config: The run.
@@ -171,11 +171,11 @@ def forecast_time(
 
 def evaluation_flops(config: RunConfig, planned: PlannedSplit) -> StepFlops:
     """
-    Return the FLOPs of an evaluation as the FLOPs of one step: ranks wait only at its end.
+    Return the FLOPs of an evaluation as those of a single step, since ranks wait only at its end.
 
     Args:
         config: The run.
-        planned: PlannedSplit that is evaluated, with its plan.
+        planned: Planned split that is evaluated.
     """
     schedule = schedule_of_split(config, "eval", planned.aligned)
     whole = attrs.evolve(schedule, gradient_accumulation_steps=schedule.batches_per_epoch)
@@ -194,15 +194,17 @@ def time_packs(
     clock: Callable[[], float] = time.perf_counter,
 ) -> Calibration:
     """
-    Train packs `REPEATS` times in order; return the seconds of steps, evaluation and checkpoint.
+    Train packs `REPEATS` times in order; return the seconds of each step, the evaluation and the
+    checkpoint.
 
     Args:
         config: The run.
         trainer: Trainer of the run.
         splits: The planned splits.
         group: All ranks.
-        packs: Sample indices of each pack, step after step; in each step, ranks take turns.
-        clock: Function that returns seconds.
+        packs: Sample indices of each pack, in the order of training: step by step, and in each step
+            by microbatch and rank.
+        clock: Function that returns the current time in seconds.
     """
     train, before = splits["train"], trainer.schedule
     stats = train.stats_of(attrs.evolve(train.raw, packs=Packs.from_lists(packs)))
@@ -224,7 +226,7 @@ def time_packs(
 def _replace_packs(
     trainer: PlanTrainer, stats: PackStats, schedule: EpochSchedule, evaluated: PlannedSplit | None
 ) -> None:
-    """Let a trainer train and evaluate other packs, in the order of another schedule."""
+    """Make a trainer train and evaluate other packs, in the order of *schedule*."""
     trainer.pack_batches.reschedule(schedule)
     trainer.pack_stats = lambda _: stats
     trainer.train_dataset.packs_of = lambda _: stats.packs
@@ -240,7 +242,9 @@ def _with_first_packs(planned: PlannedSplit, world_size: int) -> PlannedSplit:
 
 
 def _steps_between_pauses(config: RunConfig, schedule: EpochSchedule) -> tuple[int, int]:
-    """Return the steps between two evaluations, and between two checkpoints; 0 for none."""
+    """
+    Return the number of steps between evaluations, and between checkpoints; 0 if there are none.
+    """
     settings = make_training_arguments(config, gradient_accumulation_steps=schedule.gradient_accumulation_steps)
 
     def steps_between(strategy: str, steps: float) -> int:
@@ -255,7 +259,10 @@ def _steps_between_pauses(config: RunConfig, schedule: EpochSchedule) -> tuple[i
 
 @contextmanager
 def _using_temporary_output(trainer: PlanTrainer, group: RankGroup) -> Iterator[None]:
-    """Let all ranks write into one folder beside the trainer's own, which is removed at the end."""
+    """
+    Make all ranks write into a temporary folder in the trainer's output folder, and remove it at
+    the end.
+    """
     folder = Path(trainer.args.output_dir) / "calibrating"
     make_folder(folder)
     trainer.args.output_dir = str(folder)

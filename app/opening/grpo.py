@@ -1,5 +1,6 @@
 """
-The trainer of `packplan rl`: TRL's `GRPOTrainer` with the microbatches that `policy.` asks for.
+The trainer of `packplan rl`: TRL's `GRPOTrainer` with microbatches according to the keys of
+`policy.`.
 """
 
 import functools
@@ -35,7 +36,7 @@ from packplan.hf import balance, unpad
 log = logging.getLogger(__name__)
 
 _ADAPTER_PREFIXES = ("lora_", "use_peft", "use_rslora", "use_dora")
-"""Beginnings of the names of TRL's `ModelConfig` that say how adapters are made."""
+"""Prefixes of the arguments of TRL's `ModelConfig` that define adapters."""
 
 _CHECKPOINT_KEY = "grpo.resume_from_checkpoint"
 
@@ -54,12 +55,12 @@ def train(config: RlConfig, group: RankGroup, *, quiet: bool = False) -> GRPOTra
 
     Args:
         config: The run.
-        group: All ranks; TRL's trainer uses their process group.
-        quiet: Whether no progress is shown.
+        group: All ranks. TRL's trainer uses their process group.
+        quiet: Whether to hide progress bars.
 
     Raises:
         ConfigError: TRL refuses a setting, or a reward function fails.
-        RecordError: A record cannot become a prompt.
+        RecordError: A record cannot be converted to a prompt.
     """
     folder, checkpoint = config.training.output_dir, config.grpo.get("resume_from_checkpoint")
     if checkpoint == "last" and (checkpoint := get_last_checkpoint(folder)) is None:
@@ -96,11 +97,11 @@ def train(config: RlConfig, group: RankGroup, *, quiet: bool = False) -> GRPOTra
 
 def open_trainer(config: RlConfig, *, quiet: bool = False) -> tuple[GRPOTrainer, list[Unpadding], BalanceCounts | None]:
     """
-    Load the model; return its trainer, the hooks of its models, and the microbatch counts.
+    Load the model; return its trainer, the `unpad` hooks of its models, and the microbatch counts.
 
     Args:
         config: The run.
-        quiet: Whether no progress is shown.
+        quiet: Whether to hide progress bars.
 
     Raises:
         ConfigError: TRL refuses a setting, or a reward function cannot be found.
@@ -148,7 +149,10 @@ def open_trainer(config: RlConfig, *, quiet: bool = False) -> tuple[GRPOTrainer,
 
 
 def _grpo_arguments(config: RlConfig, *, quiet: bool) -> dict[str, Any]:
-    """Return the arguments of `GRPOConfig`: the keys of `grpo.`, and defaults from the run."""
+    """
+    Return the arguments of `GRPOConfig`: the keys of `grpo.`, and defaults from other keys of the
+    run.
+    """
     others = (*_ADAPTER_PREFIXES, "reward_funcs")
     given = {name: value for name, value in config.grpo.items() if not name.startswith(others)}
     model, on_cpu = config.model, not torch.cuda.is_available()
@@ -188,7 +192,10 @@ def _open_prompts(config: RlConfig, files: tuple[str, ...], processor: Any) -> P
 
 
 def _load_reward(name: str) -> Callable[..., Any]:
-    """Return the reward function `module:name`; ConfigError if it is missing, or when it fails."""
+    """
+    Return the reward function `module:name`. It raises ConfigError if it is missing, or later if a
+    call fails.
+    """
     key = "grpo.reward_funcs"
     try:
         found = pkgutil.resolve_name(name)

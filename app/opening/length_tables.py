@@ -1,4 +1,4 @@
-"""Tables of lengths: written for any tool, and read by runs instead of measuring."""
+"""Tables of lengths, which other tools can read, and which runs read instead of measuring."""
 
 import contextlib
 import logging
@@ -23,20 +23,20 @@ log = logging.getLogger(__name__)
 
 
 NO_LIMIT = 2**31 - 1
-"""Packing length for measuring without a run, so large that no sample is truncated to it."""
+"""Packing length for measuring without a run. It is so large that no sample is truncated."""
 
 
 def config_to_measure(
     data: Sequence[str], output: Path, *, model: str | None, path: str | None, overrides: Sequence[str]
 ) -> RunConfig:
     """
-    Return a run that measures data without training; its artefacts are in `interim_folder`.
+    Return a run that measures data without training. It stores its artefacts in `interim_folder`.
 
     Args:
-        data: Data files; empty where a YAML names them.
+        data: Data files; empty if the YAML names them.
         output: Table to write.
-        model: Model; None where a YAML names it.
-        path: YAML of a run whose model, template and data are measured; None without one.
+        model: Model; None if the YAML names it.
+        path: YAML of a run whose model, template and data are used; None without a YAML.
         overrides: Values for single keys.
 
     Raises:
@@ -62,12 +62,15 @@ def config_to_measure(
 
 
 def interim_folder(output: Path) -> Path:
-    """Return the folder of the measurements until the table *output* is written."""
+    """Return the folder that stores measurements until the table *output* is written."""
     return output.with_name(f"{output.name}.measuring")
 
 
 def refuse_other_output(output: Path) -> None:
-    """Refuse an *output* that is another file than a table of lengths, or has no folder."""
+    """
+    Refuse *output* if it is another kind of file than a table of lengths, or if its folder is
+    missing.
+    """
     if not output.parent.is_dir():
         raise ConfigError.for_key("--output", f"is {output}, whose folder does not exist: create it")
     if output.exists():
@@ -77,7 +80,7 @@ def refuse_other_output(output: Path) -> None:
 
 @contextlib.contextmanager
 def wrap_output_errors(output: Path) -> Iterator[None]:
-    """Turn a StaleError about the table or its measurements into a ConfigError about --output."""
+    """Convert a StaleError about the table or its measurements to a ConfigError about --output."""
     try:
         yield
     except StaleError as error:
@@ -89,16 +92,16 @@ def wrap_output_errors(output: Path) -> Iterator[None]:
 
 def open_known_lengths(path: str | Path, source: LengthSource, *, key: str = "custom.lengths") -> KnownTable:
     """
-    Open a table of lengths that are used instead of measuring.
+    Open a table of lengths, which a run uses instead of measuring.
 
     Args:
         path: The table.
-        source: Samples whose lengths the table has to hold.
-        key: Key or option that names it.
+        source: Source of the samples whose lengths are needed.
+        key: Key or option that names the table.
 
     Raises:
         ConfigError: The table cannot be read.
-        StaleError: It was measured from other inputs.
+        StaleError: The table was measured from other inputs.
     """
     with _wrap_key_errors(key):
         measured = read_length_table_key(Path(path))
@@ -114,7 +117,7 @@ def open_known_lengths(path: str | Path, source: LengthSource, *, key: str = "cu
 
 @contextlib.contextmanager
 def _wrap_key_errors(key: str, remedy: str = "") -> Iterator[None]:
-    """Turn ArgumentError in the block to ConfigError by *key*, which names a table."""
+    """Convert an ArgumentError of the block to a ConfigError about *key*, which names a table."""
     try:
         yield
     except ArgumentError as error:
@@ -123,12 +126,12 @@ def _wrap_key_errors(key: str, remedy: str = "") -> Iterator[None]:
 
 def publish_table(split: Split, stored: StoredRows, output: Path) -> None:
     """
-    Write the table of measured records, and remove the folder of their measurements.
+    Write the table of measured records, and remove their temporary folder.
 
     Args:
-        split: Records that were measured.
+        split: Split whose records are measured.
         stored: Measurements of these samples.
-        output: Table to write, or to replace.
+        output: Path of the table to write or replace.
     """
     source = split.source
     # One after the other: as texts, two million of them would be 240 MB.

@@ -1,4 +1,6 @@
-"""Settings that decide a run's plans: policy, work of the model, and mixes of its epochs."""
+"""
+Settings that decide a run's plans: packing policy, work of the model, and mixes of its epochs.
+"""
 
 from collections.abc import Iterable
 
@@ -17,9 +19,8 @@ from packplan.core.work.model import WorkModel
 
 def policy_of_split(config: RunConfig, split: str) -> PlanPolicy:
     """
-    Return the policy by which a split is planned.
-
-    It has the work of the model if the packing algorithm takes it.
+    Return the packing policy of a split. It includes the model's work if the packing algorithm uses
+    work.
     """
     uses_works = config.training.packing and "works" in ALGORITHMS[config.training.packing_algorithm].takes
     return plan_policy(config, split, work=work_of_run(config)[0] if uses_works else None)
@@ -27,7 +28,8 @@ def policy_of_split(config: RunConfig, split: str) -> PlanPolicy:
 
 def work_of_run(config: RunConfig) -> tuple[WorkModel, str | None]:
     """
-    Return the work of a run's model, forward and backward, and the reason if it is only estimated.
+    Return the work of a run's model in forward and backward pass, and the reason if it is only
+    estimated.
     """
     model, estimated = _forward_work(config)
     training = config.training
@@ -49,12 +51,13 @@ def _forward_work(config: RunConfig) -> tuple[WorkModel, str | None]:
 
 def epoch_recipe(config: RunConfig, split: str, files: Iterable[DataFile] | None = None) -> EpochRecipe | None:
     """
-    Return the recipe of a split's epochs; None if all epochs have one plan.
+    Return the recipe of a split's epochs; None if all epochs have the same plan.
 
     Args:
         config: The run.
         split: `train` or `eval`.
-        files: Open data files, which have to allow the mix; None skips that check.
+        files: Open data files, whose numbers of records are checked against the mix; None skips the
+            check.
 
     Raises:
         ConfigError: All faults of the mix.
@@ -83,7 +86,7 @@ def require_mixes(config: RunConfig, files: Iterable[DataFile]) -> Mixes:
     assert path is not None  # noqa: S101  # the caller has looked
     mixes, sizes = load_mixes(path), [*dict(source_sizes(files)).values()]  # fewer, if two have one name
     if len(sizes) != len(mixes.files):
-        raise ConfigError.for_key("custom.source_names", "gives several files of the mix one name: name each by itself")
+        raise ConfigError.for_key("custom.source_names", "gives several files of the mix one name: give each its own")
     faults = [*mixes_faults(mixes, sizes), *(() if config.custom.planned_mix else stream_faults(mixes))]
     if faults:
         raise ConfigError(path, tuple(faults))

@@ -1,4 +1,7 @@
-"""Probe of a model by its name, under each attention of this machine; without ms-swift."""
+"""
+Probe of a model by its name, with each attention backend of this machine. It does not need
+ms-swift.
+"""
 
 import time
 from collections.abc import Iterator
@@ -17,25 +20,25 @@ from packplan.core.errors import ConfigError, Fault
 
 @attrs.frozen
 class BackendProbe:
-    """Result of a probe under one attention."""
+    """Result of a probe with one attention backend."""
 
     backend: str
-    """Attention that a run asks for."""
+    """Value of `model.attn_impl`."""
 
     verdict: PackingVerdict | None
-    """Verdict on the model; None if the attention does not run here."""
+    """Verdict on the model; None if the backend does not run on this machine."""
 
     reason: str
-    """Reason why samples may or may not share packs, as a clause."""
+    """Clause that says why samples may or may not share packs."""
 
     mixes_in: str | None = None
-    """First module that mixes samples without Packplan, and its class; None if unknown."""
+    """First module that mixes samples without Packplan, with its class; None if unknown."""
 
     seconds: float = 0.0
 
     @property
     def may_pack(self) -> bool:
-        """Whether samples may share packs in training by Packplan."""
+        """Whether samples may share packs when Packplan trains the model."""
         return self.verdict is not None and self.verdict.passes
 
     @property
@@ -48,20 +51,20 @@ def probe_backends(
     path: Path, *, dtype: Precision | None, device: str | None, trust_remote_code: bool
 ) -> Iterator[BackendProbe]:
     """
-    Yield the result for each attention; the first is `auto`, the default of a run.
+    Yield the result for each attention backend, first for `auto`, the default of a run.
 
     Args:
         path: Folder of the model, or its config.json.
-        dtype: Type to compute in; None takes float32.
-        device: Device to compute on. None takes the CPU, and a GPU for attentions that run only
-            there.
-        trust_remote_code: Whether code beside the configuration may run.
+        dtype: Data type to compute in; None takes float32.
+        device: Device to compute on. None takes the CPU, and a GPU for backends that run only on
+            GPUs.
+        trust_remote_code: Whether Python code from the model's folder may run.
 
     Raises:
         ConfigError: transformers refuses the configuration, or there is no GPU.
     """
     if device == "cuda" and not torch.cuda.is_available():
-        reason = "is cuda, but torch finds no such GPU here: leave it out, or take cpu"
+        reason = "is cuda, but torch finds no such GPU on this machine: leave it out, or use cpu"
         raise ConfigError("packplan probe", (Fault("--device", reason),))
     config = open_model_config(ModelConfig(model=str(path), trust_remote_code=trust_remote_code))
     has_gpu = torch.cuda.is_available() if device is None else device != "cpu"

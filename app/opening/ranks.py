@@ -27,7 +27,7 @@ from packplan.core.ports import RankGroup
 _PACKAGES = (
     "packplan", "ms-swift", "transformers", "torch", "numpy", "accelerate", "peft", "flash-attn", "deepspeed"
 )  # fmt: skip
-"""Packages whose versions all ranks share."""
+"""Packages that must have the same version on all ranks."""
 
 
 @contextlib.contextmanager
@@ -35,18 +35,17 @@ def join_ranks(
     config: RunConfig, *, use_cpu: bool = False, options: Mapping[str, Any] = MappingProxyType({})
 ) -> Iterator[RankGroup]:
     """
-    Join torchrun's ranks, if there are several, compare their runs, and leave them at the end.
-
-    Compared are configurations, options and versions.
+    Join torchrun's ranks, if there are several, compare their runs, and leave the process group at
+    the end. Configurations, options and versions are compared.
 
     Args:
         config: The run.
-        use_cpu: Use a process group on the CPU, wherever the run trains.
-        options: Options of the command line that decide what ranks do together.
+        use_cpu: Use a process group on the CPU, even if the run trains on GPUs.
+        options: Options of the command line that all ranks need to have in common.
 
     Raises:
-        ConfigError: The environment is incomplete, or contradicts itself.
-        RunError: The ranks cannot meet, or differ; raised on all ranks.
+        ConfigError: The environment variables of torchrun are incomplete or contradictory.
+        RunError: The ranks cannot connect, or their runs differ; raised on all ranks.
     """
     given = {}
     if read_world_size() > 1:
@@ -61,14 +60,14 @@ def join_ranks(
 @contextlib.contextmanager
 def open_rank_group(settings: Mapping[str, Any], *, use_cpu: bool = False) -> Iterator[RankGroup]:
     """
-    Join torchrun's ranks, if there are several, and leave them at the end.
+    Join torchrun's ranks, if there are several, and leave the process group at the end.
 
     Args:
         settings: Settings of the trainer, with `use_cpu` and `ddp_timeout`.
-        use_cpu: Use a process group on the CPU, whatever the settings say.
+        use_cpu: Use a process group on the CPU, even if the settings use GPUs.
 
     Raises:
-        RunError: The ranks cannot meet.
+        RunError: The ranks cannot connect.
     """
     group: RankGroup = OneRank()
     if read_world_size() > 1:
@@ -97,9 +96,8 @@ def _rank_values(config: RunConfig, options: Mapping[str, Any]) -> dict[str, str
 
 def read_settings_files(config: RunConfig) -> dict[str, Any]:
     """
-    Return the content of settings files and mixes that a run names, by key.
-
-    Unreadable settings files are left out: the trainer refuses them.
+    Return the content of settings files and mixes that a run names, by key. Unreadable settings
+    files are left out, since the trainer refuses them later.
     """
     found: dict[str, Any] = {}
     for key in SETTINGS_FILES:
@@ -110,7 +108,7 @@ def read_settings_files(config: RunConfig) -> dict[str, Any]:
         mixes = load_mixes(config.custom.fusion_config)
 
         def replace_file(_: object, field: Any, value: object) -> object:
-            """Return the number of a file for its path, and any other value as it is."""
+            """Return a data file's index in the mix for its path, and any other value unchanged."""
             return mixes.files.index(str(value)) if field is not None and field.name == "jsonl" else value
 
         found["custom.fusion_config"] = {
@@ -127,7 +125,7 @@ def require_same_run(group: RankGroup, values: Mapping[str, str]) -> None:
 
     Args:
         group: All ranks.
-        values: Text by key, of this rank.
+        values: This rank's values as text, by key.
 
     Raises:
         RunError: Values differ; raised on all ranks, with the list of differences on rank 0.
@@ -147,9 +145,8 @@ def require_same_run(group: RankGroup, values: Mapping[str, str]) -> None:
 
 def require_same_weights(group: RankGroup, model: torch.nn.Module) -> None:
     """
-    Compare all weights of a model between ranks; each rank holds the whole model.
-
-    Every rank calls this.
+    Compare all weights of a model between ranks, each of which has the whole model. Every rank has
+    to call this.
 
     Raises:
         RunError: Weights differ; raised on all ranks.
@@ -164,7 +161,8 @@ def require_same_weights(group: RankGroup, model: torch.nn.Module) -> None:
 @contextlib.contextmanager
 def hold_output_lock(config: RunConfig, group: RankGroup, *, key: str = "training.output_dir") -> Iterator[None]:
     """
-    Make a run's output folder, and keep other runs from writing there; every rank calls this.
+    Create and lock a run's output folder, so that no other run writes into it. Every rank has to
+    call this.
 
     Args:
         config: The run.
@@ -172,14 +170,14 @@ def hold_output_lock(config: RunConfig, group: RankGroup, *, key: str = "trainin
         key: Key that names the folder.
 
     Raises:
-        ConfigError: Another run writes the folder now.
+        ConfigError: Another run is writing into the folder.
         OutputError: Rank 0 cannot write the folder; the other ranks raise ConfigError.
     """
     folder = Path(config.training.output_dir)
     failure: UserError | None = None
 
     def refuse() -> str:
-        reason = f"is {folder}, which another run writes now: wait for its end, or name another folder"
+        reason = f"is {folder}, which another run is writing into: wait until it ends, or name another folder"
         raise ConfigError.for_key(key, reason)
 
     with contextlib.ExitStack() as lock:

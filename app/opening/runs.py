@@ -1,7 +1,6 @@
 """
-Reads a run's YAML, and finds its model and data on this machine.
-
-Missing ones are refused before slow libraries are imported.
+Reads a run's YAML, and finds its model and data on this machine. If the model or data is missing,
+the run is refused before slow libraries are imported.
 """
 
 import contextlib
@@ -35,9 +34,10 @@ def read_config(path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
     Read the YAML of a run, and resolve its model, data and mixes to files on this machine.
 
     Args:
-        path: The YAML; a relative `extends:` starts at its folder, all other relative paths at the
-            working directory.
-        overrides: Values for single keys, as `training.learning_rate=1e-4`, in place of the YAML's.
+        path: Path of the YAML. A relative `extends:` is relative to its folder; all other relative
+            paths are relative to the working directory.
+        overrides: Values for single keys, such as `training.learning_rate=1e-4`, which replace
+            those of the YAML.
 
     Raises:
         ConfigError: All faults of the configuration.
@@ -47,7 +47,7 @@ def read_config(path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
 
 
 def read_rl_config(path: str | Path, overrides: Sequence[str] = ()) -> RlConfig:
-    """Read the YAML of a run of reinforcement learning; see `read_config`."""
+    """Read the YAML of a reinforcement learning run; see `read_config`."""
     keys = read_key_table(GRPO_KEYS_FILE)
     if keys is None:
         from packplan.app.opening.grpo import installed_keys
@@ -74,7 +74,7 @@ def resolve_inputs(config: Run) -> Run:
     The model's folder is in a cache, or is downloaded if the run allows it.
 
     Raises:
-        ConfigError: A mix or a system prompt cannot be read, or lacks a named file, or data
+        ConfigError: A mix or a system prompt cannot be read, a named file is missing, or data
             cannot be copied.
     """
     model = _resolve_model(config.model)
@@ -94,14 +94,14 @@ def resolve_inputs(config: Run) -> Run:
 
 
 def _read_named(key: str, text: str) -> str:
-    """Return the text of a key, itself or a `.txt` file, as ms-swift reads it."""
+    """Return the text of a key whose value is the text or a `.txt` file, as ms-swift reads it."""
     if not text.endswith(".txt"):
         return text.replace("\\n", "\n")
     try:
         return Path(text).read_text(encoding="utf-8")
     except (OSError, ValueError) as error:
         why = f"{Path(text).absolute()} cannot be read ({getattr(error, 'strerror', None) or error})"
-        reason = f"is {text}, whose ending is a file's, but {why}: name an existing file, or change the text's ending"
+        reason = f"is {text}, which ends like a file name, but {why}: name an existing file, or change that ending"
         raise ConfigError.for_key(key, reason) from None
 
 
@@ -142,7 +142,7 @@ def raising_on_all_ranks() -> Iterator[None]:
     """
     Check torchrun's environment, and raise an error of this context on all ranks.
 
-    The others get the error when they meet, instead of waiting for this rank.
+    The other ranks get the error when they connect, instead of waiting for this rank.
 
     Raises:
         ConfigError: The environment is incomplete, or contradicts itself.
@@ -161,11 +161,11 @@ def raising_on_all_ranks() -> Iterator[None]:
 
 def measured_by_ray(config: RunConfig, address: str | None) -> RunConfig:
     """
-    Return a run whose lengths a cluster of Ray measures, as `--ray` asks.
+    Return a run whose lengths are measured on the Ray cluster of the option `--ray`.
 
     Args:
         config: The run.
-        address: Address of the cluster; None leaves the run as it is.
+        address: Address of the cluster; None returns the run unchanged.
 
     Raises:
         ConfigError: The run is a command of ms-swift.
@@ -173,7 +173,7 @@ def measured_by_ray(config: RunConfig, address: str | None) -> RunConfig:
     if address is None:
         return config
     if config.command is not None:
-        raise ConfigError.for_key("--ray", "measures for a run's YAML, not for a command of ms-swift: leave it out")
+        raise ConfigError.for_key("--ray", "works with a run's YAML, but not with an ms-swift command: leave it out")
     training = attrs.evolve(config.training, packing_length_measured_by="ray", ray_address=address)
     return attrs.evolve(config, training=training)
 
@@ -182,11 +182,11 @@ def require_inputs(config: RunConfig, *, loads: bool = False) -> None:
     """
     Refuse a missing model or missing data before slow libraries are imported.
 
-    Those of a command are not checked: ms-swift has found them.
+    The model and data of an ms-swift command are not checked, since ms-swift has found them.
 
     Args:
         config: The run.
-        loads: Whether the model will be loaded, so that all its weights have to be there.
+        loads: Whether the model will be loaded, so that none of its weights may be missing.
 
     Raises:
         ConfigError: All missing inputs.
@@ -206,12 +206,15 @@ def require_inputs(config: RunConfig, *, loads: bool = False) -> None:
 
 
 def _mix_faults(path: str) -> list[Fault]:
-    """Return the faults of single files of a mix, by their keys; else of all files together."""
+    """
+    Return the faults of a mix's files, each by its key; without a mix, the faults of all data
+    files.
+    """
     key, keys = "custom.fusion_config", load_mixes(path).file_keys
     alone = [fault for file, own in keys.items() for fault in _file_faults(f"{key}.{own}", (file,))]
     return alone or _file_faults(key, keys)
 
 
 def _file_faults(key: str, files: Iterable[str]) -> list[Fault]:
-    """Return the faults of data files that a key names."""
+    """Return the faults of the data files that a key names."""
     return [Fault(key, f"cannot be used, since {reason}") for reason in file_faults(files)]

@@ -1,4 +1,6 @@
-"""Splits of a run, opened for every command that plans, trains or verifies; nothing is written."""
+"""
+Opens the splits of a run, for all commands that plan, train or verify. Opening writes no files.
+"""
 
 import logging
 import os
@@ -28,7 +30,8 @@ log = logging.getLogger(__name__)
 
 def open_splits(config: RunConfig) -> dict[str, Split]:
     """
-    Open the splits of a run, `train` and perhaps `eval`: settings, stores, samples and measurer.
+    Open the splits of a run, `train` and perhaps `eval`, with their settings, stores, samples and
+    measurers.
     """
     splits = {}
     custom, training = config.custom, config.training
@@ -48,7 +51,7 @@ def open_splits(config: RunConfig) -> dict[str, Split]:
 
 
 def _join_ray(config: RunConfig, encoder: SwiftEncoder, in_full: bool) -> BlockExecutor:  # noqa: FBT001  # by place
-    """Join the cluster that measures a run's samples, as *config* names it."""
+    """Connect to the cluster in *config* that measures a run's samples."""
     from packplan.adapters.ranks.ray_executor import RayExecutor
 
     training = attrs.evolve(config.training, trainer={})  # which may hold secrets
@@ -64,18 +67,19 @@ def _open_on_node(
     config: RunConfig, paths: tuple[str, ...], records: FileRecords, key: Fingerprint, *, in_full: bool
 ) -> Callable[[range], MeasuredBlock]:
     """
-    Open template and records in a process of a cluster, and return what measures blocks there.
+    Open template and records in a process of a cluster, and return a function that measures blocks
+    of records there.
 
     Raises:
-        DataSetError: A file is missing there, or is another one.
-        ConfigError: The model, a version or a variable is another one there.
+        DataSetError: A file is missing on this node, or differs from the starting machine's file.
+        ConfigError: The model, a package version or an environment variable differs on this node.
     """
     records.reopen()
     torch.set_num_threads(1)
     template = open_template(config.model, config.template, packing_length=config.packing_length)
     if differences := key.differences(length_inputs(config, template)):
         faults = (
-            Fault(one.key, f"is {one.current!r} there, {one.stored!r} where the run began") for one in differences
+            Fault(one.key, f"is {one.current!r} here, but {one.stored!r} where the run began") for one in differences
         )
         raise ConfigError("its environment", tuple(faults))
     measurer = SwiftMeasurer(SwiftEncoder(config, paths, template=template, records=records))
@@ -83,7 +87,7 @@ def _open_on_node(
 
 
 def open_encoders(config: RunConfig) -> Mapping[str, SwiftEncoder]:
-    """Open the records of the splits, `train` and perhaps `eval`, with one template."""
+    """Open the records of the splits, `train` and perhaps `eval`, with a shared template."""
     if config.command is not None:
         return open_command_encoders(config, config.command)
     template = open_template(

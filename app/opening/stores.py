@@ -1,4 +1,4 @@
-"""Folders, stores and data files of a run on disk, and new files of commands."""
+"""Folders, stores and data files of a run on disk, and output files of commands."""
 
 from pathlib import Path
 from typing import Any
@@ -21,7 +21,7 @@ from packplan.core.schedule import DAMAGED_STATE_REMEDY, ResumeState
 
 
 def artefacts_folder(output_dir: str | Path) -> Path:
-    """Return the folder of a run's verdicts, which has a folder for each split's artefacts."""
+    """Return the folder of a run's artefacts: it has its verdicts, and a folder for each split."""
     return Path(output_dir) / "static_packing"
 
 
@@ -37,7 +37,7 @@ def open_stores(config: RunConfig, split: str) -> Stores:
 
 def find_stored_plan(folder: Path, split: str) -> tuple[StoredPlan, StoredLengths | None]:
     """
-    Return the stored plan of a split, and its lengths if they are beside it.
+    Return the stored plan of a split, and its lengths if they are in the same folder.
 
     Args:
         folder: Output folder of a run, or a folder of artefacts.
@@ -54,7 +54,7 @@ def find_stored_plan(folder: Path, split: str) -> tuple[StoredPlan, StoredLength
 
 def read_resume_state(folder: Path) -> ResumeState | None:
     """
-    Return the progress of a plan in a checkpoint; None for any other folder.
+    Return the resume state in a checkpoint of a static plan; None for any other folder.
 
     Raises:
         CorruptArtefactError: The trainer's state is damaged.
@@ -78,7 +78,8 @@ def records_cache(config: RunConfig) -> Path:
 
 def open_split_records(config: RunConfig, split: str) -> FileRecords:
     """
-    Open the data files of a split, to count or find records; DataSetError if a file is unreadable.
+    Open the data files of a split, to count and locate records; DataSetError if a file is
+    unreadable.
     """
     paths = config.custom.train_jsonl if split == "train" else config.custom.val_jsonl
     return open_records(paths, cache=records_cache(config))
@@ -86,12 +87,12 @@ def open_split_records(config: RunConfig, split: str) -> FileRecords:
 
 def write_new_file(path: Path, text: str, *, replaces: str | None = None) -> None:
     """
-    Write the file that --output names; ConfigError if it exists with other content.
+    Write the file that --output names; ConfigError if the file exists with other content.
 
     Args:
         path: The file.
         text: Content of the file.
-        replaces: Beginning of a content that may be replaced; None replaces none.
+        replaces: An existing file is replaced if it begins with this text; None replaces no file.
     """
     held = path.read_bytes() if path.is_file() else b"" if path.exists() else None
     if held not in {None, text.encode()} and (replaces is None or not held.startswith(replaces.encode())):
@@ -101,16 +102,16 @@ def write_new_file(path: Path, text: str, *, replaces: str | None = None) -> Non
 
 def refuse_other_parts(key: str, folder: str, deepspeed: Any, *, num_ranks: int) -> None:
     """
-    Refuse a checkpoint if DeepSpeed has divided its optimizer otherwise, or files are missing.
+    Refuse a checkpoint if DeepSpeed has sharded its optimizer differently, or if files are missing.
 
     Args:
         key: Key that names the checkpoint.
         folder: Folder of the checkpoint.
-        deepspeed: DeepSpeed's settings of the run, or their file; None without it.
-        num_ranks: Ranks of the run.
+        deepspeed: DeepSpeed settings of the run, or their file; None without DeepSpeed.
+        num_ranks: Number of ranks of the run.
 
     Raises:
-        ConfigError: The run cannot take the optimizer.
+        ConfigError: The run cannot load the checkpoint's optimizer state.
     """
     stage = zero_stage(deepspeed) if deepspeed else None
     if fact := find_other_parts(Path(folder), stage=stage, num_ranks=num_ranks):

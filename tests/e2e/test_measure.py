@@ -94,7 +94,7 @@ def test_a_table_that_another_command_measures_is_refused(demo, text_jsonl, tmp_
         assert 2 == measure.main([str(text_jsonl), "--model", str(demo / "models" / "qwen2"), "-o", str(output)])
 
     assert "--output is" in (said := capfd.readouterr().err)
-    assert "which another run writes now: wait for its end" in said
+    assert "which another run is writing into: wait until it ends" in said
 
 
 def test_what_cannot_be_measured_is_named(write_run, run, demo, text_jsonl, tmp_path, capfd):  # noqa: PLR0917  # fixtures

@@ -224,7 +224,7 @@ def test_where_no_cluster_can_measure_the_option_says_so(write_run, capfd):
         task="sft", words=(), world_size=1, task_type="causal_lm", sequences_per_row=1, length_inputs={}
     )
     config = attrs.evolve(read_config(write_run("qwen2")), command=command)
-    with pytest.raises(ConfigError, match=r"--ray .* not for a command of ms-swift"):
+    with pytest.raises(ConfigError, match=r"--ray .* not with an ms-swift command"):
         measured_by_ray(config, "auto")
 
 

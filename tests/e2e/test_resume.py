@@ -252,4 +252,4 @@ def test_two_runs_do_not_train_into_one_folder(write_run, tmp_path, capsys):
     path = write_run("qwen2", training=KEYS)
     with hold_output_lock(read_config(path), OneRank()):
         assert 2 == sft.main([str(path)])
-    assert re.search(r"training\.output_dir is .*which another run writes now", capsys.readouterr().err)
+    assert re.search(r"training\.output_dir is .*which another run is writing into", capsys.readouterr().err)
