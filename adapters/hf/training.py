@@ -107,7 +107,7 @@ def use_plan(
         ModelError: The probe of `unpad` fails.
     """
     if isinstance(trainer, _PlannedTraining):
-        raise ArgumentError("host", "the trainer follows a plan already: to change it, build another trainer")
+        raise ArgumentError("host", "the trainer follows a plan already: build another trainer for another plan")
     refuse_misuse(trainer, plan, eval_plan)
     refuse_plan_conflicts(trainer, row_ranks=sequence_parallel_size, evaluates=eval_plan is not None)
     pairs, args = is_preference_trainer(trainer), trainer.args

@@ -40,7 +40,10 @@ from packplan.core.errors import ArgumentError, ModelError
 log = logging.getLogger(__name__)
 
 _LENGTHS = (17, 3)
-"""Number of real tokens in the first two rows of the probe; the third row has `_longest_probe`."""
+"""
+Number of real tokens in the first two rows of the probe; `_longest_probe` returns that of the
+third.
+"""
 
 _LONGEST = 29
 

@@ -2,8 +2,8 @@
 Reading, comparing and padding of a data set's rows, each of which is one sample.
 
 A row is one sample: a mapping with `input_ids`, perhaps `labels`, and perhaps the tensors of a
-processor (`pixel_values`, `image_grid_thw`, …). With a collator of their own, users may pass other
-rows.
+processor (`pixel_values`, `image_grid_thw`, …). Rows of another form need a collator of the user's
+own.
 
 Given labels are not changed. Without labels, each token is its own label, unless a mask of TRL
 excludes it from the loss. `read_row` refuses a row that is not one sample.

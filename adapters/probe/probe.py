@@ -184,7 +184,7 @@ class SmallProbe:
 
     on_cpu: bool = True
     """
-    Whether the model trains on a CPU. False probes attentions that run only on a GPU on this GPU.
+    Whether the model trains on a CPU. If False, GPU-only attentions are probed on the GPU.
     """
 
     device: str = "cpu"

@@ -20,8 +20,8 @@ _ROW_KEYS = ("attention_mask", "cu_seq", "max_length", "max_seq", "seq_idx", "se
 
 _NUMBERING_KEYS = MappingProxyType({"seq_idx": 1, "attention_mask": 2})
 """
-Key -> smallest maximum of its values at which they are sample numbers. An attention mask of 0 and 1
-only marks padding.
+Key -> number that the largest of its values reaches only if the values are sample numbers. An
+attention mask of 0 and 1 only marks padding.
 """
 
 Starts = Sequence[int] | Sequence[Sequence[int]]

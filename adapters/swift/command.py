@@ -322,9 +322,9 @@ def _plan_conflicts(arguments: Any) -> Iterator[Fault]:
     """Yield each argument that contradicts a plan."""
     kind = unplanned_rlhf(arguments)
     if kind and arguments.packing:
-        why = "which draws answers while it trains, so no plan has their lengths"
+        why = "which generates answers in training, so no plan can know their lengths"
         fact = why if kind in _DRAWING else "whose rows are not packed"
-        yield Fault("--rlhf_type", f"is {kind}, {fact}: leave --packing out, and the plugin computes no padding")
+        yield Fault("--rlhf_type", f"is {kind}, {fact}: leave --packing out, and the plugin skips padding")
     elif not kind and not arguments.packing:
         yield Fault("--packing", "is false, but the plugin plans packs: add --packing true, or leave the plugin out")
     if (ranks := arguments.global_world_size) > 1 and not (arguments.use_cpu or get_device_count()):
@@ -340,9 +340,9 @@ def _sharing_conflicts(arguments: Any) -> Iterator[Fault]:
     """Yield each argument under which the number of ranks of a pack cannot depend on its length."""
     without = "write the plugin without --sequence-parallel-size auto"
     if kind := getattr(arguments, "rlhf_type", None):
-        yield Fault("--rlhf_type", f"is {kind}, whose rows ranks cannot share by their length: {without}")
+        yield Fault("--rlhf_type", f"is {kind}, whose packs ranks cannot share by length: {without}")
     elif (task := arguments.task_type) != "causal_lm":
-        yield Fault("--task_type", f"is {task}, whose rows ranks cannot share by their length: {without}")
+        yield Fault("--task_type", f"is {task}, whose packs ranks cannot share by length: {without}")
     if (size := arguments.sequence_parallel_size) > 1:
         yield Fault("--sequence_parallel_size", f"is {size}, but packs are shared by length: set it to 1, or {without}")
     if (size := arguments.per_device_train_batch_size) > 1:

@@ -96,8 +96,8 @@ def make_training_arguments(config: RunConfig, *, gradient_accumulation_steps: i
         raise ConfigError.for_key("training", f"is refused by ms-swift's training arguments: {error}") from error
     if arguments.n_gpu > 1:
         reason = (
-            f"would split each pack over {arguments.n_gpu} GPUs (DataParallel): start one process a GPU with "
-            f"torchrun --nproc-per-node {arguments.n_gpu}, or set CUDA_VISIBLE_DEVICES to one"
+            f"would split each pack over {arguments.n_gpu} GPUs (DataParallel): start one process for each GPU with "
+            f"torchrun --nproc-per-node {arguments.n_gpu}, or set CUDA_VISIBLE_DEVICES to one GPU"
         )
         raise ConfigError.for_key("training", reason)
     return arguments

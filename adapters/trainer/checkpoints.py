@@ -27,13 +27,13 @@ State = TypeVar("State", ResumeState, StreamState)
 _ATTENTION = "packplan_attention"
 """Key, in a trainer's state, of the attention that trained the checkpoint."""
 
-_AGAIN = f"{COPY_AGAIN} (last takes the newest complete one)"
+_AGAIN = f"{COPY_AGAIN} (last takes the newest complete checkpoint)"
 """Advice about a damaged file."""
 
 _FRESH = "to start again from its weights, set model.model to this folder"
 """Advice about a checkpoint that this run cannot resume from."""
 
-_OTHER_VARIANT = f"but another custom.trainer_variant made it: restore that; {_FRESH}"
+_OTHER_VARIANT = f"but another custom.trainer_variant made it: restore that variant; {_FRESH}"
 """Reason why a plan cannot resume from a checkpoint of a stream, or a stream from one of a plan."""
 
 _FOREIGN = f"but it has no progress of a plan, since Packplan did not write it; {_FRESH}"

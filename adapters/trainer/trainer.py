@@ -226,7 +226,7 @@ class CheckedTrainer(KeepsCheckpoints, StopsAtNonFinite, ComputesPacks, TimesSte
             super()._load_optimizer_and_scheduler(*arguments, **options)
             # The first step would fail on missing settings.
             if lacking := sorted(needed.difference(*self.optimizer.param_groups)):
-                raise ValueError(f"it has no {', '.join(lacking)}, so another training.optim made it")
+                raise ValueError(f"it lacks {', '.join(lacking)}, which this training.optim needs")
 
     def _get_num_items_in_batch(self, batch_samples: list[dict[str, Any]], device: torch.device) -> torch.Tensor:
         """

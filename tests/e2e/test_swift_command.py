@@ -326,7 +326,7 @@ def elsewhere(words: list[str]) -> list[str]:
         ("torchrun --nproc_per_node 2 -m swift.cli.sft {given}", "torchrun "),
         ("{text} --streaming true --max_steps 4", "--streaming "),
         ("swift rlhf {given} --rlhf_type orpo", "--rlhf_type is orpo, whose rows are not packed: leave --packing"),
-        ("swift rlhf {given} --rlhf_type gkd --teacher_model m --deepspeed zero3", "is gkd, which draws answers while"),
+        ("swift rlhf {given} --rlhf_type gkd --teacher_model m --deepspeed zero3", "is gkd, which generates answers"),
         ("{text} --max_lenght 7", "--max_lenght "),
         ("{text} --tuner_type full --max_length many", "ms-swift "),
     ],
