@@ -21,7 +21,7 @@ from packplan.adapters.proof.checks import assert_equal_to_alone, assert_isolate
 from packplan.adapters.proof.steps import assert_step_loss
 
 if TYPE_CHECKING:
-    from packplan.adapters.hf.unpad_check import assert_unpadded_equal
+    from packplan.adapters.hf.unpad import assert_unpadded_equal
 
 __all__ = ["assert_equal_to_alone", "assert_isolated", "assert_step_loss", "assert_unpadded_equal"]
 
@@ -30,4 +30,4 @@ def __getattr__(name: str) -> object:
     if name != "assert_unpadded_equal":
         message = f"module {__name__!r} has no attribute {name!r}"
         raise AttributeError(message)
-    return import_module("packplan.adapters.hf.unpad_check").assert_unpadded_equal  # needs transformers
+    return import_module("packplan.adapters.hf.unpad").assert_unpadded_equal  # needs transformers

@@ -3,15 +3,19 @@
 
 `unpad` tries each module whose calls may be packed, with each way to count positions. The first
 module and way whose hooks (see `packed_calls`) leave the results of padded rows unchanged are used.
+
+`assert_unpadded_equal` compares the loss and the gradients of a batch with and without padding.
 """
 
 import logging
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack
 from importlib.util import find_spec
 from itertools import product
 from typing import Any
 
+import attrs
 import torch
 from torch.distributed.fsdp import FSDPModule
 from torch.nn.parallel import DistributedDataParallel
@@ -23,7 +27,7 @@ from packplan.adapters.attention.packed_row import PADDINGS, RealTokens
 from packplan.adapters.attention.shared_rows import RowGroups, attention_for_shared_rows, share_rows, sharing_by
 from packplan.adapters.families import trained_config, trained_part
 from packplan.adapters.hf.packed_calls import HOOKED, POSITIONS, TextStack, Unpadding
-from packplan.adapters.models import evaluation_mode, find_sharded_weight
+from packplan.adapters.models import Gradients, add_gradients, evaluation_mode, find_sharded_weight, weight_gradients
 from packplan.adapters.probe.probe import probe_small_copy
 from packplan.adapters.probe.probe_row import (
     build_small_copy,
@@ -33,9 +37,11 @@ from packplan.adapters.probe.probe_row import (
     probe_sharing_copy,
 )
 from packplan.adapters.probe.small_model import error_text
+from packplan.adapters.proof.comparison import Outcome, compare
 from packplan.adapters.proof.first_calls import FirstCalls, find_difference, raising_together
+from packplan.adapters.proof.steps import rounding_limit_of, trying_losses
 from packplan.core.equality import AUTO, VARLEN, AttentionChoice, choose_attention
-from packplan.core.errors import ArgumentError, ModelError
+from packplan.core.errors import ArgumentError, MismatchError, ModelError
 
 log = logging.getLogger(__name__)
 
@@ -100,9 +106,9 @@ def unpad(model: Any, *, logits: bool = True, groups: RowGroups | None = None, c
     first_calls = FirstCalls(attention.native) if check and groups is None else None
     if check and first_calls is None:
         log.warning("the first calls are not compared with their padded passes, since ranks share rows")
-    compare = getattr(first_calls, "compare", None)
+    calls = getattr(first_calls, "compare", None)
     heads = dict.fromkeys((_without_ranks(model), inner, inner.base_model))
-    hooks = Unpadding(inner, stack, logits=logits, heads=heads, compare=compare, unpacked_sides=why_not)
+    hooks = Unpadding(inner, stack, logits=logits, heads=heads, compare=calls, unpacked_sides=why_not)
     if first_calls is not None:
         hooks.handles += [first_calls, register_optimizer_step_pre_hook(first_calls.refuse_step)]
         weakref.finalize(inner, hooks.handles[-1].remove)  # torch keeps it for all optimizers
@@ -309,3 +315,79 @@ def _trial_masks(model: Any) -> Iterator[tuple[str, torch.Tensor]]:
     yield "right of", right
     yield "left of", right.flip(1)
     yield "between", right * (columns % 5 != 2)
+
+
+@attrs.frozen
+class UnpaddedStep:
+    """Loss and gradients of a trainer's batch, with and without padding."""
+
+    loss: float
+    """Loss without padding."""
+
+    padded_loss: float
+    """Loss with padding."""
+
+    gradients: float
+    """Norm of the difference of gradients, divided by the norm of the gradients with padding."""
+
+    real: int
+    """Positions that were computed without padding."""
+
+    padded: int
+    """Positions that were computed with padding."""
+
+
+def assert_unpadded_equal(trainer: Any, *, limit: float | None = None) -> UnpaddedStep:
+    """
+    Assert that a batch of a trainer has the same loss and gradients with and without padding.
+
+    The trainer's first batch is computed twice with the trainer's loss: with padding, and without
+    padding by the hooks of `unpad`. If the model has no hooks, they are added for this comparison
+    only. Dropout is off. Weights, gradients, random state and the trainer are restored afterwards.
+
+    Args:
+        trainer: Trainer of transformers or TRL; its reference model is compared too.
+        limit: Largest allowed relative difference. None takes the rounding error of the trainer's
+            precision.
+
+    Raises:
+        MismatchError: The loss or the gradients differ.
+        ArgumentError: The batch has no padding, so nothing is compared.
+        ModelError: The model cannot be hooked.
+    """
+    model = trainer.model
+    models = [one for one in (model, getattr(trainer, "ref_model", None)) if one is not None]
+    with ExitStack() as stack:
+        hooks = [HOOKED[module] for one in models for module in one.modules() if module in HOOKED]
+        for one in models if not hooks else ():
+            hooks.append(unpad(one))
+            stack.callback(hooks[-1].remove)
+        stack.enter_context(trying_losses(trainer, batches=trainer.args.gradient_accumulation_steps))
+        inputs = trainer._prepare_inputs(next(iter(trainer.get_train_dataloader())))  # noqa: SLF001  # GRPO draws answers here
+        before = [attrs.evolve(one.counts) for one in hooks]
+        loss, gradients = _loss_and_gradients(trainer, inputs)
+        real = sum(one.counts.real - then.real for one, then in zip(hooks, before, strict=True))
+        padded = sum(one.counts.padded - then.padded for one, then in zip(hooks, before, strict=True))
+        for one in hooks:
+            stack.enter_context(one.paused())
+        due, expected = _loss_and_gradients(trainer, inputs)
+    if not padded:
+        fact = "the trainer's batch has no padding to leave out: raise per_device_train_batch_size"
+        raise ArgumentError("packed_batch", fact)
+    apart = compare(Outcome(loss, gradients), Outcome(due, expected, add_gradients({}, expected)))
+    found = UnpaddedStep(loss, due, apart.gradients, real, padded)
+    limit = rounding_limit_of(trainer) if limit is None else limit
+    if not max(apart.loss, apart.gradients) <= limit:
+        fact = (
+            f"without padding the loss is {loss:.7g} instead of {due:.7g}, and gradients differ by "
+            f"{found.gradients:.2g} of their norm (allowed: {limit:.0e})"
+        )
+        raise MismatchError("unlike_padded", fact, attrs.asdict(found))
+    return found
+
+
+def _loss_and_gradients(trainer: Any, inputs: Any) -> tuple[float, Gradients]:
+    """Return the trainer's loss of a batch, and the gradients of the weights."""
+    given = dict(inputs) if isinstance(inputs, Mapping) else inputs  # trainers take labels out
+    loss = trainer.compute_loss(trainer.model, given)
+    return float(loss.detach()), weight_gradients(trainer.model, loss)

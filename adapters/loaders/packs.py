@@ -54,8 +54,9 @@ class PackOfRows(list[Row]):
     """
     Rows of one pack; every data set of packs has items of this type.
 
-    Attributes: pack: Pack index in the plan. lengths: Index of each row -> planned length. Empty if
-    the lengths were compared before.
+    Attributes:
+        pack: Pack index in the plan.
+        lengths: Index of each row -> planned length; empty if the lengths were compared before.
     """
 
     def __init__(self, rows: Iterable[Row], pack: int, lengths: Mapping[int, int] | None = None) -> None:

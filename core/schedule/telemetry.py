@@ -219,18 +219,16 @@ class EpochStats:
         works, count = self.step_works(start, stop), 1 / degrees  # a shared pack counts once, not on each rank
         samples = float((pack_stats.samples[packs] * count).sum())
         fills = self._fills(packs, degrees)
-        imbalances = {
-            "work_imbalance": float((works.max(axis=1) / works.mean(axis=1)).mean()),
-            "microbatch_imbalance": self.microbatch_imbalance(start, stop),
-        }
-        return {
+        found = {
             **({"fill": float(fills.mean())} if fills.size else {}),
             **({"samples_per_pack": samples / float(count.sum())} if pack_stats.packed else {}),
             "long_share": float((pack_stats.num_long[packs] * count).sum()) / samples,
             "work": float(works.sum(axis=1).mean()),
-            **(imbalances if self.world_size > 1 else {}),
-            "coverage": self._coverage(stop),
         }
+        if self.world_size > 1:
+            found["work_imbalance"] = float((works.max(axis=1) / works.mean(axis=1)).mean())
+            found["microbatch_imbalance"] = self.microbatch_imbalance(start, stop)
+        return found | {"coverage": self._coverage(stop)}
 
     def epoch_statistics(self, stop: int) -> Mapping[str, float]:
         """

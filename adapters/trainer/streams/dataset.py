@@ -67,8 +67,9 @@ class StreamDataset(IterableDataset[StreamedPack | ReaderEnd | PackplanError]):
 
     An error is yielded, not raised, as in `PackedDataset`, and ends the stream.
 
-    Attributes: segments: Earlier parts of the epoch, which other numbers of readers have read.
-    start: Progress of this rank from which an iteration starts.
+    Attributes:
+        segments: Earlier parts of the epoch, which other numbers of readers have read.
+        start: Progress of this rank from which an iteration starts.
     """
 
     def __init__(
