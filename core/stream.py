@@ -1,4 +1,4 @@
-"""Packing while training: samples enter a buffer, and leave it in packs."""
+"""Streams: packing while training, from a buffer of samples."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ from packplan.core.fingerprint import NO_IDENTITY, Fingerprint, RunIdentity
 from packplan.core.lengths import IntArray, as_whole_number, exact_share
 
 Order = Callable[[int], IntArray]
-"""Epoch -> indices of samples, in order."""
+"""Function that returns the sample indices of an epoch in the order of reading."""
 
 PACKER_VERSION = str(binpacking.__version__)
-"""Version of binpacking. Another version may pack in another way, as 2.0 did after 1.5."""
+"""Version of binpacking. Other versions may make other packs, as 2.0 did compared with 1.5."""
 
 RULES_VERSION = 2
 """
-Version of the rules by which buffers are packed. A run resumes only under the version it began
-with.
+Version of the rules by which buffers are packed. A run can only be resumed with the version with
+which it started.
 """
 
 
@@ -34,25 +34,22 @@ def _exact_ratio(value: float | str | Decimal | Fraction) -> Fraction:
 
 @attrs.frozen(kw_only=True)
 class StreamOptions:
-    """Options of a stream's packing."""
+    """Options of packing in a stream."""
 
     packing_length: int
-    """Token limit of a pack. Samples of as many tokens or more are long."""
+    """Maximum number of tokens in a pack. A sample with at least this many tokens is long."""
 
     packing_buffer: int = 512
-    """Samples that are packed at a time."""
+    """Number of samples that are packed together."""
 
     min_fill_ratio: Fraction = attrs.field(default=Fraction(65, 100), converter=_exact_ratio)
-    """
-    Share of the packing length from which a pack is full enough, read as the decimal that is
-    written.
-    """
+    """Share of the packing length from which a pack counts as full enough, as an exact decimal."""
 
     drop_last: bool = True
-    """Whether packs that are underfilled at the end of the stream are dropped."""
+    """Whether packs that are still underfilled at the end of an epoch are dropped."""
 
     allow_single_long: bool = True
-    """Whether long samples are packs by themselves. Otherwise they are skipped."""
+    """Whether long samples are packs by themselves. If false, long samples are skipped."""
 
     def __attrs_post_init__(self) -> None:
         as_whole_number("packing_length", self.packing_length)
@@ -68,7 +65,7 @@ class StreamItem:
     """Sample of a stream, identified by its position in the order of the epoch."""
 
     place: int
-    """Place of the record in the epoch's order, from 0."""
+    """Position of the record in the epoch's order, from 0."""
 
     length: int = 0
     """Tokens of the sample; 0 until it is encoded."""
@@ -79,38 +76,46 @@ class StreamCounts:
     """Numbers of samples and tokens that a stream trained, dropped or skipped."""
 
     samples: int = 0
-    """Samples admitted so far, long ones included."""
+    """Number of samples that were buffered, packed or skipped so far, long samples included."""
 
     packs: int = 0
-    """Packs to train."""
+    """Number of packs that were handed to training."""
 
     long: int = 0
-    """Samples of the packing length or more, each in a pack by itself."""
+    """Number of samples of the packing length or more that were packs by themselves."""
 
     skipped: int = 0
-    """Samples of the packing length or more that are in no pack."""
+    """Number of samples of the packing length or more that were skipped."""
 
     dropped: int = 0
-    """Samples of dropped packs."""
+    """Number of samples in dropped packs."""
 
     filled_tokens: int = 0
-    """Filled tokens of the packing length over all packs; a long pack counts as full."""
+    """
+    Sum over all packs of their tokens, limited to the packing length, so that the pack of a long
+    sample counts as full.
+    """
 
     tokens: int = 0
-    """Tokens of the samples admitted so far."""
+    """Number of tokens of the samples counted in `samples`."""
 
     dropped_packs: int = 0
-    """Dropped packs: underfilled ones, and last ones too few for a step of all ranks."""
+    """
+    Number of dropped packs: underfilled packs, and last packs that are too few for a step of all
+    ranks.
+    """
 
     dropped_tokens: int = 0
-    """Tokens in the packs that were dropped."""
+    """Number of tokens in dropped packs."""
 
     underfilled_packs: int = 0
-    """Packs to train below the fill ratio."""
+    """Number of trained packs filled below `min_fill_ratio`."""
 
     @classmethod
     def from_pack(cls, lengths: Sequence[int], options: StreamOptions) -> StreamCounts:
-        """Return the counts that training one pack adds; its samples were counted before."""
+        """
+        Return the counts that training one pack adds. Its samples and tokens are counted earlier.
+        """
         tokens = sum(lengths)
         return cls(
             packs=1,
@@ -120,7 +125,7 @@ class StreamCounts:
         )
 
     def with_pack_dropped(self, lengths: Sequence[int], options: StreamOptions) -> StreamCounts:
-        """Return these counts after one pack, counted as trained, is dropped instead."""
+        """Return these counts with one pack counted as dropped instead of trained."""
         pack = self.from_pack(lengths, options)
         return attrs.evolve(
             self,
@@ -134,7 +139,9 @@ class StreamCounts:
         )
 
     def dropped_more_than(self, share: Decimal) -> bool:
-        """Return whether several packs were dropped, with more than *share* of all tokens."""
+        """
+        Return whether several packs were dropped that contain more than *share* of all tokens.
+        """
         return self.dropped_packs > 1 and self.dropped_tokens > share * self.tokens
 
     def __add__(self, other: StreamCounts) -> StreamCounts:
@@ -143,31 +150,31 @@ class StreamCounts:
 
 @attrs.frozen
 class ReaderState:
-    """Progress of one reader in an epoch, between two of its packs."""
+    """Progress of one reader in an epoch, after any of its packs."""
 
     read: int = 0
-    """Number of the reader's places that were read."""
+    """Number of the reader's positions that it has read."""
 
     ahead: tuple[StreamItem, ...] = ()
-    """Items that were read but not yet admitted, in order."""
+    """Items that were read but are not yet in the buffer or a pack, in order."""
 
     buffer: tuple[StreamItem, ...] = ()
     """Items in the buffer, in order of arrival."""
 
     packs: tuple[tuple[StreamItem, ...], ...] = ()
-    """Packs that are filled and wait to be trained, in order."""
+    """Packs that are made but not yet trained, in order."""
 
     counts: StreamCounts = StreamCounts()
-    """Counts of the reader's samples in this epoch; waiting packs are not counted yet."""
+    """Counts of the reader in this epoch. Packs that are not yet trained are not counted."""
 
     @property
     def admitted_items(self) -> tuple[StreamItem, ...]:
-        """Items that wait in the buffer or in a filled pack."""
+        """Items in the buffer and in packs that are not yet trained."""
         return (*chain.from_iterable(self.packs), *self.buffer)
 
     @property
     def waiting_items(self) -> tuple[StreamItem, ...]:
-        """Items that were read, but not yet trained, dropped or skipped."""
+        """Items that were read but not yet trained, dropped or skipped."""
         return (*self.admitted_items, *self.ahead)
 
 
@@ -178,13 +185,13 @@ def read_place(state: ReaderState, place: int) -> ReaderState:
 
 def admit_first(state: ReaderState, length: int, *, options: StreamOptions) -> ReaderState:
     """
-    Return the state after the first item that was read ahead is admitted.
+    Return the state after the first item in `ahead` has been processed.
 
-    A long item becomes a pack or is skipped. Others enter the buffer, which is packed once it is
-    full.
+    A long item becomes a pack or is skipped. Any other item is added to the buffer, which is packed
+    once it is full.
 
     Args:
-        state: State before; an item is ahead.
+        state: State with at least one item in `ahead`.
         length: Tokens of the item.
         options: Options of packing.
     """
@@ -201,11 +208,10 @@ def admit_first(state: ReaderState, length: int, *, options: StreamOptions) -> R
 
 def _is_too_small(buffer: Sequence[StreamItem], options: StreamOptions) -> bool:
     """
-    Return whether a buffer waits for more samples, since it has too few or they fill no pack.
+    Return whether a buffer has too few samples, or too few tokens for a pack.
 
-    If all samples of the buffer together do not reach the minimum fill, packing would leave them
-    all in it. The buffer then grows until it has the tokens of a whole pack, so that packing it
-    trains a pack.
+    If all samples of a full buffer together do not reach the minimum fill, packing would leave all
+    of them in the buffer. The buffer then grows until it has the tokens of a whole pack.
     """
     needed = options.min_fill_ratio if len(buffer) == options.packing_buffer else 1
     has_few = len(buffer) < options.packing_buffer
@@ -213,7 +219,7 @@ def _is_too_small(buffer: Sequence[StreamItem], options: StreamOptions) -> bool:
 
 
 def flush_buffer(state: ReaderState, *, options: StreamOptions) -> ReaderState:
-    """Return the state after the rest of the buffer is packed, at the end of a reader."""
+    """Return the state after the rest of the buffer has been packed, at the end of a reader."""
     return _pack_buffer(state, options, at_end=True)
 
 
@@ -226,17 +232,20 @@ def take_pack(state: ReaderState, *, options: StreamOptions) -> tuple[tuple[Stre
 
 def _pack_buffer(state: ReaderState, options: StreamOptions, *, at_end: bool) -> ReaderState:
     """
-    Pack the buffer; return the new state. The newest underfilled pack stays in the buffer, and so
-    do older ones, as long as all of these have at most half a buffer of samples. The others are
-    evicted, and trained.
+    Pack the buffer; return the new state.
 
-    At the end of a reader no pack stays, and `drop_last` drops the underfilled ones.
+    The newest underfilled pack stays in the buffer. So do older underfilled packs, as long as all
+    packs in the buffer have at most half a buffer of samples. All other packs are trained;
+    underfilled packs among them are evicted.
+
+    At the end of a reader no pack stays in the buffer, and underfilled packs are dropped if
+    `drop_last` is true.
     """
     arrived = list(enumerate(state.buffer))
     bins = binpacking.to_constant_volume(arrived, options.packing_length, key=lambda one: one[1].length)
     full: list[list[tuple[int, StreamItem]]] = []
     underfilled: list[list[tuple[int, StreamItem]]] = []
-    # In the order of their oldest samples, so that the newest packs are the last.
+    # In the order of their oldest samples, so that the newest packs come last.
     for members in sorted(sorted(one) for one in bins if one):
         is_full = options.reaches_min_fill(sum(item.length for _, item in members))
         (full if is_full else underfilled).append(members)
@@ -254,10 +263,10 @@ def _pack_buffer(state: ReaderState, options: StreamOptions, *, at_end: bool) ->
 
 @attrs.frozen
 class StreamSegment:
-    """Earlier part of an epoch that was trained on one number of readers."""
+    """Earlier part of an epoch that was trained with one number of readers."""
 
     reads: tuple[int, ...]
-    """Number of places that each reader has read."""
+    """Number of positions that each reader has read."""
 
 
 @attrs.frozen
@@ -265,16 +274,19 @@ class RankState:
     """Progress of one rank between two optimizer steps."""
 
     readers: tuple[ReaderState, ...] = ()
-    """Reader of each loader worker, or the rank's own one; empty if the epoch has not begun."""
+    """
+    State of each reader: one for each loader worker, or one for the rank. Empty if the epoch has
+    not started.
+    """
 
     next_reader: int = 0
-    """Reader that gives the next pack."""
+    """Index of the reader whose pack is trained next."""
 
     earlier: StreamCounts = attrs.field(factory=StreamCounts)
     """Counts of earlier epochs."""
 
     trained: int = 0
-    """Samples that were trained in all epochs."""
+    """Number of samples that were trained in all epochs."""
 
     def __attrs_post_init__(self) -> None:
         if not 0 <= self.next_reader < max(1, len(self.readers)) or self.trained < 0:
@@ -288,16 +300,16 @@ class StreamProgress:
     world_size: int = 1
     readers_per_rank: int = 1
     step: int = 0
-    """Optimizer steps done."""
+    """Number of optimizer steps done so far."""
 
     epoch: int = 0
     """Epoch of the next step."""
 
     epoch_step: int = 0
-    """Optimizer steps done in that epoch."""
+    """Number of optimizer steps done so far in the epoch of the next step."""
 
     segments: tuple[StreamSegment, ...] = ()
-    """Earlier parts of that epoch, on other numbers of readers."""
+    """Earlier parts of the epoch of the next step, with other numbers of readers."""
 
     def __attrs_post_init__(self) -> None:
         reads = (0, *chain.from_iterable(segment.reads for segment in self.segments))
@@ -313,11 +325,11 @@ class StreamProgress:
 @attrs.frozen
 class StreamState:
     """
-    Progress and settings that a stream's checkpoint keeps; a resumed run is compared with them.
+    Progress and settings that a checkpoint of a stream stores. A resumed run is compared with them.
     """
 
     inputs: Fingerprint
-    """Everything that decides the samples, their order and their packs."""
+    """All inputs that decide the samples, their order and their packs."""
 
     progress: StreamProgress
 
@@ -328,14 +340,14 @@ class StreamState:
     """Progress of each rank."""
 
     def differences(self, now: StreamState) -> tuple[Difference, ...]:
-        """Return the settings in which the current state *now* differs from this stored one."""
+        """Return the settings that differ between this stored state and the current state *now*."""
         found = self.inputs.differences(now.inputs) + self.identity.fixed.differences(now.identity.fixed)
-        return tuple(dict.fromkeys(found))  # both have the settings of samples
+        return tuple(dict.fromkeys(found))  # both contain the settings of samples
 
 
 def unread_places(num_places: int, segments: Sequence[StreamSegment]) -> IntArray:
     """
-    Return the positions of an epoch's order that no reader of its earlier segments has read.
+    Return the positions in an epoch's order that no reader of the earlier segments has read.
 
     >>> unread_places(6, [StreamSegment(reads=(1, 2))]).tolist()
     [2, 4, 5]
@@ -352,13 +364,13 @@ def redistribute(
     progress: StreamProgress, ranks: Sequence[RankState], *, world_size: int, readers_per_rank: int
 ) -> tuple[StreamProgress, tuple[RankState, ...]]:
     """
-    Return the progress of a stream and its ranks for other numbers of ranks or readers per rank.
+    Convert the progress of a stream and its ranks to other numbers of ranks or readers per rank.
 
     Args:
         progress: Progress of the stream.
-        ranks: Progress of each former rank.
-        world_size: Number of ranks now.
-        readers_per_rank: Number of readers of each rank now.
+        ranks: Progress of each previous rank.
+        world_size: New number of ranks.
+        readers_per_rank: New number of readers on each rank.
     """
     readers = tuple(chain.from_iterable(rank.readers for rank in ranks))
     now = attrs.evolve(progress, world_size=world_size, readers_per_rank=readers_per_rank)
@@ -368,7 +380,7 @@ def redistribute(
         return now, (totals, *[RankState()] * (world_size - 1))
     ended = StreamSegment(reads=tuple(reader.read for reader in readers))
     waiting = sorted(chain.from_iterable(reader.waiting_items for reader in readers), key=lambda item: item.place)
-    # These enter a buffer again, and are counted then.
+    # These items are added to a buffer again, and are counted then.
     again = [item.length for reader in readers for item in reader.admitted_items]
     counts = sum((reader.counts for reader in readers), StreamCounts(samples=-len(again), tokens=-sum(again)))
     num_readers = world_size * readers_per_rank

@@ -1,5 +1,6 @@
 """
-Packs of a fixed token budget from samples of unequal length: planned once, the same on every rank.
+Plans packs of a fixed token budget from samples of unequal length, once and identically for every
+rank.
 
 >>> import packplan as pp
 >>> plan = pp.plan([60, 20, 50, 30, 40, 40], 80)
@@ -8,8 +9,8 @@ Packs of a fixed token budget from samples of unequal length: planned once, the 
 >>> plan.schedule(world_size=2, epochs=3).total_steps
 6
 
-Each name below is loaded when it is first used. All of these names need only attrs, binpacking,
-numpy and scipy; training needs an extra: `pip install 'packplan[train]'`.
+Each name of this module is imported when it is first used. The names need only attrs, binpacking,
+numpy and scipy. Training needs an extra: `pip install 'packplan[train]'`.
 """
 
 from __future__ import annotations
@@ -65,11 +66,14 @@ _NAMES = MappingProxyType(
         "packplan.core.work.model": ("WorkModel",),
     }
 )
-"""Module -> the names that it defines; the imports above say the same to type checkers."""
+"""
+Module -> public names that it defines. The imports under `TYPE_CHECKING` list the same names for
+type checkers.
+"""
 
 _MODULES = MappingProxyType({name: module for module, names in _NAMES.items() for name in names})
 
-__all__ = sorted(_MODULES)  # noqa: PLE0605  # a list; each name is defined by __getattr__
+__all__ = sorted(_MODULES)  # noqa: PLE0605  # a list of names that __getattr__ defines
 
 
 def __getattr__(name: str) -> object:

@@ -1,4 +1,4 @@
-"""`python -m packplan` is `packplan`."""
+"""Runs the command `packplan` for `python -m packplan`."""
 
 import sys
 

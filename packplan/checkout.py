@@ -1,8 +1,8 @@
 """
-In a checkout, `core.plan` is `packplan.core.plan`: one module object under both names.
+Aliases for modules of a checkout: `core.plan` and `packplan.core.plan` are the same module object.
 
-`python -m app.sft` and `import core.plan` find the folders of the checkout, to which `packplan/`
-links. Without this, each module would be loaded twice, once under each name.
+`python -m app.sft` and `import core.plan` import from the folders of the checkout, to which
+`packplan/` links. Without aliases, each module would be loaded twice, once under each name.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ from typing import cast
 
 
 class AliasFinder(MetaPathFinder, Loader):
-    """Finder that makes `import core.x` give the module `packplan.core.x`, for one top folder."""
+    """Finder that makes `import core.x` return the module `packplan.core.x`, for one top folder."""
 
     def __init__(self, folder: str) -> None:
-        """Find the modules below *folder*: core, adapters or app."""
+        """Find modules below *folder*, which is core, adapters or app."""
         self._folder = folder
 
     def find_spec(
@@ -42,7 +42,7 @@ class AliasFinder(MetaPathFinder, Loader):
         return import_module(f"packplan.{spec.name}")
 
     def exec_module(self, module: ModuleType) -> None:
-        """Give the module its own spec back, which importing it by this name has replaced."""
+        """Restore the module's original spec, which the import under this name has replaced."""
         module.__spec__ = cast(ModuleSpec, module.__spec__).loader_state
 
     def get_code(self, fullname: str) -> CodeType | None:
@@ -52,6 +52,8 @@ class AliasFinder(MetaPathFinder, Loader):
 
 
 def alias_installed_modules(folder: str) -> None:
-    """Make `import core` give `packplan.core`, and so each module below, for one *folder*."""
+    """
+    Make *folder* (such as `core`) and all modules below it aliases of the modules in `packplan`.
+    """
     sys.meta_path.insert(0, AliasFinder(folder))
     sys.modules[folder] = import_module(f"packplan.{folder}")

@@ -1,5 +1,5 @@
 """
-Packing in trainers of transformers and TRL, and in loops of one's own: `docs/use-it-in/`.
+Packing in trainers of transformers and TRL, and in your own training loops: `docs/use-it-in/`.
 
     from packplan.hf import balance, unpad, use_plan
 
@@ -7,8 +7,8 @@ Packing in trainers of transformers and TRL, and in loops of one's own: `docs/us
     balance(trainer, max_tokens=8192)  # GRPO and RLOO: microbatches are cut by tokens, not by rows
     schedule = use_plan(trainer, 4096)  # or: the trainer trains planned packs of 4,096 tokens
 
-Importing this module registers our attention, for `from_pretrained(…,
-attn_implementation="packplan")`. All of it needs the extra `hf`.
+Importing this module registers Packplan's attention for `from_pretrained(…,
+attn_implementation="packplan")`. The module needs the extra `hf`.
 """
 
 from __future__ import annotations

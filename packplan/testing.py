@@ -9,7 +9,8 @@ Assertions for your own model, collator and trainer: `docs/use-it-in/prove.md`.
     testing.assert_step_loss(trainer)
     testing.assert_unpadded_equal(trainer)
 
-They need torch, from the extra `hf`. The assertions about trainers also need transformers.
+The assertions need torch, which the extra `hf` installs. Assertions about trainers also need
+transformers.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""RL batches cut into microbatches for data-parallel workers."""
+"""Cutting RL batches into microbatches for data-parallel workers."""
 
 from packplan.core.shard.inputs import sequence_dims
 from packplan.core.shard.microbatches import shard_dynamic, shard_packed

@@ -1,7 +1,8 @@
 """
-Assignment of items to workers' microbatches by work: within a token limit, or as whole packs.
+Assignment of items to the workers' microbatches by work, within a token limit or as whole packs.
 
-A label is the microbatch of an item. Worker r has the microbatches from `r * per_shard` on.
+A label is the index of an item's microbatch. Worker r has the microbatches from `r * per_shard` to
+`(r + 1) * per_shard - 1`.
 """
 
 from bisect import bisect_left, insort
@@ -15,8 +16,8 @@ from packplan.core.packs import Packs
 
 MAX_CERTIFIED = 1024
 """
-Largest number of sequences of a global batch for the certified packer. Beyond it, linear programs
-take seconds.
+Maximum number of sequences in a global batch for the algorithm `certified`. With more sequences,
+its linear programs take seconds.
 """
 
 
@@ -27,13 +28,13 @@ def round_up(number: int, multiple: int) -> int:
 
 def pack_in_fewer_rounds(packs: Packs, costs: IntArray, *, capacity: int, round_size: int) -> Packs:
     """
-    Return a packing by the algorithm `certified` if that saves a whole round, else *packs*.
+    Pack with the algorithm `certified` if this saves a whole round, else return *packs*.
 
     Args:
-        packs: Microbatches of one algorithm.
+        packs: Microbatches that another algorithm made.
         costs: Positions of each sequence; shape (num_sequences,).
-        capacity: Positions of a microbatch.
-        round_size: Microbatches that all workers compute at the same time.
+        capacity: Maximum number of positions in a microbatch.
+        round_size: Number of microbatches that all workers compute at the same time.
     """
     least = round_up(-(-int(costs.sum()) // capacity), round_size)
     if costs.size > MAX_CERTIFIED or least >= round_up(len(packs), round_size):
@@ -43,7 +44,9 @@ def pack_in_fewer_rounds(packs: Packs, costs: IntArray, *, capacity: int, round_
 
 
 def add_filler(packs: Packs, num_items: int) -> Packs:
-    """Return *packs* and one pack for each filler item, until *num_items* items are packed."""
+    """
+    Return *packs*, extended by one pack for each filler item until *num_items* items are packed.
+    """
     ends = np.arange(packs.num_samples, num_items) + 1
     return Packs(np.concatenate([packs.offsets, ends]), np.concatenate([packs.indices, ends - 1]))
 
@@ -52,20 +55,20 @@ def balance_items(costs: IntArray, works: IntArray, *, shards: int, per_shard: i
     """
     Assign items by descending work, each to the least loaded worker that has room for it.
 
-    Return the microbatch of each item, or None if an item has no room anywhere.
+    Return the microbatch of each item, or None if no worker has room for an item.
 
     Args:
-        costs: Positions of each item; at least `shards * per_shard`.
-        works: Work of each item, in whole units.
-        shards: Workers.
-        per_shard: Microbatches of each worker.
-        capacity: Positions of a microbatch.
+        costs: Positions of each item; at least `shards * per_shard` items.
+        works: Work of each item, as integers.
+        shards: Number of workers.
+        per_shard: Number of microbatches of each worker.
+        capacity: Maximum number of positions in a microbatch.
     """
     sizes, weights = costs.tolist(), works.tolist()
     held: list[list[int]] = [[] for _ in range(shards)]
     labels = [0] * len(sizes)
-    # Room and microbatch of a worker in one number, ascending: the first with enough room is the
-    # fullest.
+    # Room and index of a worker's microbatches, combined in one number and ascending: the first
+    # one with enough room is the fullest.
     rooms = [[capacity * per_shard + place for place in range(per_shard)] for _ in range(shards)]
     needed, left = shards * per_shard, len(sizes)
     heap = list(range(shards))  # work and worker in one number
@@ -82,8 +85,8 @@ def balance_items(costs: IntArray, works: IntArray, *, shards: int, per_shard: i
             passed.append(heappop(heap))
         else:
             return None
-        # First items open a microbatch each, so that none stays empty. Then the fullest with room
-        # takes them.
+        # The first items go to empty microbatches, so that none stays empty. Each later item goes
+        # to the fullest microbatch with room.
         room = free.pop() if len(held[shard]) < per_shard else free.pop(bisect_left(free, wanted))
         insort(free, room - wanted)
         labels[item] = room % per_shard
@@ -102,8 +105,8 @@ def balance_items(costs: IntArray, works: IntArray, *, shards: int, per_shard: i
 
 def _place_evenly(sizes: list[int], num: int, capacity: int) -> list[int] | None:
     """
-    Return the microbatch of each item, with about equal positions in each; None if a microbatch
-    exceeds the capacity.
+    Return the microbatch of each item, so that microbatches have about equal positions; None if a
+    microbatch exceeds the capacity.
     """
     heap = list(range(num))  # load and place in one number
     places = []
@@ -115,14 +118,15 @@ def _place_evenly(sizes: list[int], num: int, capacity: int) -> list[int] | None
 
 def assign_packs(packs: Packs, works: IntArray, shards: int) -> IntArray:
     """
-    Assign the same number of whole packs to each worker, by descending work to the least loaded.
+    Assign the same number of whole packs to each worker: by descending work, each to the least
+    loaded worker.
 
     Return the microbatch of each item.
 
     Args:
         packs: Microbatches; their number is a multiple of *shards*.
-        works: Work of each item, in whole units; shape (num_items,).
-        shards: Workers.
+        works: Work of each item, as integers; shape (num_items,).
+        shards: Number of workers.
     """
     per_shard = len(packs) // shards
     labels, of_packs = np.empty(len(packs), dtype=np.int64), packs.loads(works)
@@ -142,15 +146,16 @@ def rotate_to_least_loaded(
     labels: IntArray, works: IntArray, done: IntArray, per_shard: int
 ) -> tuple[IntArray, IntArray]:
     """
-    Give this global batch's largest load to the worker with the least work so far.
+    Swap the loads of workers, so that the worker with the least work so far gets the largest load
+    of this global batch.
 
-    Return the labels, and each worker's work after this global batch.
+    Return the new labels, and the work of each worker including this global batch.
 
     Args:
-        labels: Microbatch of each item, worker by worker; shape (num_items,).
-        works: Work of each item, in whole units; shape (num_items,).
+        labels: Microbatch of each item, numbered worker by worker; shape (num_items,).
+        works: Work of each item, as integers; shape (num_items,).
         done: Work of each worker in earlier global batches; shape (num_workers,).
-        per_shard: Microbatches of each worker.
+        per_shard: Number of microbatches of each worker.
     """
     of_workers = np.zeros(done.size, dtype=np.int64)
     np.add.at(of_workers, labels // per_shard, works)

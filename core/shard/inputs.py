@@ -1,4 +1,7 @@
-"""Arguments that all sharding functions share, checked and converted; work of sequences."""
+"""
+Checks and conversions of the arguments that all sharding functions have in common, and the work of
+sequences.
+"""
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import Literal, Self, get_args
@@ -17,27 +20,32 @@ TOKEN_FIELDS = frozenset(
         "old_log_probabilities", "position_ids", "reference_log_probabilities", "token_mask", "values",
     }
 )  # fmt: skip
-"""Names of fields of one value a token; a dimension of the input's width runs along the tokens."""
+"""
+Names of fields with one value for each token. A dimension as long as the input's width runs along
+their tokens.
+"""
 
 
 def sequence_dims(
     shapes: Mapping[str, Sequence[int]], *, input_key: str, declared: Mapping[str, int | None]
 ) -> dict[str, int | None]:
     """
-    Return each field's dimension that runs along the sequence; None for a field without one.
+    Return the dimension of each field that runs along the tokens; None for a field without such a
+    dimension.
 
-    A dimension as long as the tokens may be so by chance. So it has to be declared, unless its
-    field is one of `TOKEN_FIELDS`.
+    A dimension may be as long as the input's width by chance. So it has to be declared, unless the
+    field is in `TOKEN_FIELDS`.
 
     Args:
-        shapes: Name of each tensor of the batch -> its shape. The first dimension of each is the
-            number of sequences.
-        input_key: Field of the tokens, of shape (batch, width).
-        declared: Field -> dimension; None for a field with one value for each sequence.
+        shapes: Name of each tensor in the batch -> its shape. The first dimension of each tensor is
+            the number of sequences.
+        input_key: Name of the field of input tokens, of shape (num_sequences, width).
+        declared: Field -> its dimension along the tokens; None for a field with one value for each
+            sequence.
 
     Raises:
-        ArgumentError: A declared dimension is not as long as the tokens are wide, or one has to be
-            declared.
+        ArgumentError: A declared dimension is not as long as the input's width, or a dimension has
+            to be declared.
 
     >>> sequence_dims({"ids": (2, 8), "labels": (2, 8), "x": (2, 3)}, input_key="ids", declared={})
     {'ids': 1, 'labels': 1, 'x': None}
@@ -63,30 +71,30 @@ def sequence_dims(
 
 
 def _matching_dims(shape: Sequence[int], width: int) -> list[int]:
-    """Return the dimensions of *shape* that have the size *width*."""
+    """Return the dimensions of *shape*, except the first, that have the size *width*."""
     return [dim for dim in range(1, len(shape)) if shape[dim] == width]
 
 
 FloatArray = NDArray[np.floating | np.integer]
 
 Work = WorkModel | Sequence[float] | FloatArray
-"""Work of a model, or the work of each sequence in any unit."""
+"""Work model of a model, or the work of each sequence in any unit."""
 
 WhenLong = Literal["error", "alone"]
-"""Whether a sequence over the budget is an error or a microbatch by itself."""
+"""Whether a sequence longer than the token limit is an error or a microbatch by itself."""
 
 
 def require_choice(name: str, value: str, choices: tuple[str, ...]) -> None:
     """
-    Refuse a value of an option that is not among its choices.
+    Raise an error if the value of an option is not one of its choices.
 
     Args:
         name: Name of the option.
-        value: Value that was given.
-        choices: Values that it may have.
+        value: Value of the option.
+        choices: Allowed values.
 
     Raises:
-        ArgumentError: The value is none of *choices*.
+        ArgumentError: The value is not one of *choices*.
     """
     if value not in choices:
         raise ArgumentError("batch", f"{name} is {value!r}, but has to be one of {', '.join(choices)}")
@@ -100,9 +108,9 @@ def lengths_and_padded(
 
     Args:
         lengths: Tokens of each sequence, >= 1.
-        multiple: Divisor of rounded lengths.
-        capacity: Positions of a microbatch; None for no limit.
-        when_long: Whether a sequence over the capacity is an ArgumentError.
+        multiple: Number to whose multiples lengths are rounded up.
+        capacity: Maximum number of positions in a microbatch; None sets no limit.
+        when_long: `error` raises an ArgumentError if a sequence exceeds the capacity.
     """
     require_choice("when_long", when_long, get_args(WhenLong))
     array = as_lengths(lengths)
@@ -123,17 +131,22 @@ def lengths_and_padded(
 
 @attrs.frozen(eq=False)
 class SequenceWorks:
-    """Work of sequences, in two parts: one depends on the padded width, the other does not."""
+    """
+    Work of sequences in two parts: one that depends on the padded width, and one that does not.
+    """
 
     row_works: Callable[[IntArray], NDArray[np.float64]]
-    """Work of rows of one sequence each, from their widths."""
+    """Function that returns the work of rows of one sequence each, given their widths."""
 
     fixed: NDArray[np.float64]
-    """Work of each sequence that no padding changes; shape (num_sequences,)."""
+    """Part of each sequence's work that padding does not change; shape (num_sequences,)."""
 
     @classmethod
     def from_arguments(cls, work: Work | None, num: int) -> Self:
-        """Return the work of *num* sequences; by default, it is the square of a row's width."""
+        """
+        Return the work of *num* sequences. If *work* is None, the work of a row is its squared
+        width.
+        """
         if work is None or isinstance(work, WorkModel):
             return cls(squares if work is None else work.sample_flops, np.zeros(num))
         return cls(lambda widths: np.zeros(widths.shape), as_works(work, num, items="sequences"))
@@ -141,9 +154,9 @@ class SequenceWorks:
 
 def global_batches(num: int, batch_size: int) -> list[range]:
     """
-    Return the indices of each global batch's sequences; the last batch may have fewer.
+    Return the sequence indices of each global batch; ArgumentError if there is no sequence.
 
-    ArgumentError if there is no sequence.
+    The last batch may have fewer sequences.
     """
     if not num:
         raise ArgumentError("batch", "the batch has no sequence, so there is nothing to divide")
@@ -153,10 +166,10 @@ def global_batches(num: int, batch_size: int) -> list[range]:
 
 def slot_sequences(costs: IntArray, least: int) -> IntArray:
     """
-    Return the sequence in each slot of a global batch; the shortest one fills the spare slots.
+    Return the sequence in each slot of a global batch. The shortest sequence fills extra slots.
 
     Args:
         costs: Positions of each sequence.
-        least: Fewest slots; more sequences have one each.
+        least: Minimum number of slots. If there are more sequences, each has one slot.
     """
     return np.concatenate([np.arange(costs.size), np.full(max(0, least - costs.size), costs.argmin())])

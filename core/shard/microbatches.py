@@ -1,4 +1,4 @@
-"""Microbatches of RL batches: a packed row each, or padded rows of similar length."""
+"""Cutting RL batches into microbatches: one packed row each, or padded rows of similar length."""
 
 from __future__ import annotations
 
@@ -50,22 +50,25 @@ def shard_packed(
 
     Args:
         lengths: Tokens of each sequence of the batch, >= 1; at least one sequence.
-        shards: Data-parallel workers, >= 1.
-        batch_size: Sequences of a global batch, over all workers; the last one may have fewer.
-        max_tokens_per_microbatch: Tokens of a row, padding included.
+        shards: Number of data-parallel workers, >= 1.
+        batch_size: Number of sequences in a global batch, over all workers; the last batch may have
+            fewer.
+        max_tokens_per_microbatch: Maximum number of tokens in a row, padding included.
         sequence_length_pad_multiple: Each sequence is padded to a multiple of this number.
-        algorithm: A name in `core.packers.ALGORITHMS`. It decides the number of microbatches.
-        when_long: `error` refuses a sequence over the budget; `alone` makes it a row by itself.
+        algorithm: Name of a packing algorithm, a key of `core.packers.ALGORITHMS`. It decides the
+            number of microbatches.
+        when_long: `error` refuses a sequence longer than the limit; `alone` makes it a row by
+            itself.
         seed: Seed of random algorithms.
-        work: Work of the model, or work of each sequence in any unit. None takes the square of a
-            sequence's length.
-        sync_at: Point where workers wait for each other. `microbatch`, as under FSDP, equalises
-            microbatches that run together. `step`, the end of a global batch, equalises the sums of
-            workers, and then microbatches as far as possible.
+        work: Work model of the model, or work of each sequence in any unit. None uses squared
+            lengths.
+        sync_at: Where workers wait for each other. `microbatch`, as with FSDP: microbatches that
+            run at the same time get equal work. `step`, at the end of a global batch: workers get
+            equal total work, and microbatches equal work as far as possible.
 
     Raises:
-        ArgumentError: A sequence does not fit a row and `when_long` is `error`, there is no
-            sequence, or sizes or works do not match them.
+        ArgumentError: A sequence is too long for a row and *when_long* is `error`, there is no
+            sequence, a size is invalid, or the number of works is wrong.
 
     >>> lengths = [900, 850, 1000, 950]
     >>> sharding = shard_packed(lengths, shards=2, batch_size=4, max_tokens_per_microbatch=1024)
@@ -76,10 +79,10 @@ def shard_packed(
     shards = as_whole_number("shards", shards, most=MOST_RANKS)
     require_choice("sync_at", sync_at, get_args(SyncPoint))
     array, padded = lengths_and_padded(lengths, sequence_length_pad_multiple, capacity, when_long)
-    # A sequence over the budget counts as a full row, so that it is alone.
+    # A sequence longer than the limit counts as a full row, so that it is a row by itself.
     costs_of = np.minimum(padded, capacity)
     works_of = SequenceWorks.from_arguments(work, array.size)
-    # At least 1, so that a microbatch with sequences is never taken for an empty one.
+    # At least 1, so that a microbatch with sequences never counts as empty.
     units = np.maximum(to_units(works_of.row_works(padded) + works_of.fixed), 1)
     done = np.zeros(shards, dtype=np.int64)
     parts = []
@@ -102,8 +105,8 @@ def shard_packed(
 
 def _renumber(labels: IntArray, items: IntArray, works: IntArray, *, rounds: int) -> IntArray:
     """
-    Return the label of each slot so that every worker's k-th heaviest microbatches are a round, and
-    rounds are ordered by first sequence.
+    Renumber microbatches, so that the k-th heaviest microbatches of all workers form a round, and
+    rounds are ordered by their first sequence.
     """
     num = int(labels.max()) + 1
     first = np.full(num, int(items.max()) + 1)
@@ -126,13 +129,13 @@ def _assign_evenly(
     sync_at: SyncPoint,
 ) -> IntArray:
     """
-    Return the microbatch of each item, of about equal work and numbered worker by worker.
+    Return the microbatch of each item, numbered worker by worker, so that work is about equal.
     """
     even = None
     by_round = spread_over_rounds(costs, works, shards=shards, rounds=rounds, capacity=capacity)
     if by_round is not None:
         even = assign_rounds(by_round, costs, works, shards=shards, capacity=capacity)
-        # No cut has a busiest worker below the mean.
+        # However items are assigned, the busiest worker has at least the mean work.
         mean = -(-int(works.sum()) // shards)
         if sync_at == "microbatch" or _busiest_work(even, works, shards) <= _tolerated_work(mean):
             return even
@@ -156,7 +159,7 @@ def _busiest_work(labels: IntArray, works: IntArray, shards: int) -> int:
 
 
 def _tolerated_work(work: int) -> int:
-    """Return the most work that counts as no more than *work*: a thousandth above it."""
+    """Return *work* plus the tolerated excess of one thousandth."""
     return work + work // 1000
 
 
@@ -173,24 +176,25 @@ def shard_dynamic(
     """
     Cut a batch into microbatches of sequences of similar length, padded to one width.
 
-    Sequences of a global batch are sorted by length and assigned to the workers one by one, so that
-    all workers share the boundaries and widths of their microbatches. A width is the longest
-    sequence of any worker, rounded up.
+    Sequences of a global batch are sorted by length and assigned to the workers one by one. So the
+    microbatches of all workers have the same boundaries and widths. The width of a microbatch is
+    the longest sequence of any worker, rounded up.
 
     Args:
         lengths: Tokens of each sequence of the batch, >= 1; at least one sequence.
-        shards: Data-parallel workers, >= 1.
-        batch_size: Sequences of a global batch, over all workers; the last one may have fewer.
-        max_tokens_per_microbatch: Most tokens, counted as sequences times width.
-        sequence_length_round: Widths are multiples of it.
-        when_long: `error` refuses a sequence wider than the budget; `alone` makes it a microbatch
-            by itself.
-        work: Work of the model, or work of each sequence in any unit. None takes the square of a
-            row's width.
+        shards: Number of data-parallel workers, >= 1.
+        batch_size: Number of sequences in a global batch, over all workers; the last batch may have
+            fewer.
+        max_tokens_per_microbatch: Maximum number of tokens, counted as sequences times width.
+        sequence_length_round: Widths are rounded up to a multiple of this number.
+        when_long: `error` refuses a sequence wider than the limit; `alone` makes it a microbatch by
+            itself.
+        work: Work model of the model, or work of each sequence in any unit. None uses squared
+            widths.
 
     Raises:
-        ArgumentError: A sequence alone is wider than the budget and `when_long` is `error`, there
-            is no sequence, or sizes or works do not match them.
+        ArgumentError: A sequence is wider than the limit and *when_long* is `error`, there is no
+            sequence, a size is invalid, or the number of works is wrong.
 
     >>> sharding = shard_dynamic([2, 8, 4, 16, 28, 32, 2, 32], shards=2, batch_size=8,
     ...     max_tokens_per_microbatch=32, sequence_length_round=4)
@@ -208,7 +212,7 @@ def shard_dynamic(
         ascending = items[np.argsort(array[batch.start : batch.stop][items], kind="stable")]
         # Microbatch of each row. A row is as wide as the longest sequence of any worker.
         rows = costs[ascending[shards - 1 :: shards]]
-        # A row over the budget counts as a full microbatch, so that it is alone.
+        # A row wider than the limit counts as a full microbatch, so that it is one by itself.
         numbers = _group_rows(np.minimum(rows, capacity).tolist(), capacity)
         widths = rows[np.flatnonzero(np.diff(numbers, append=numbers[-1] + 1))]
         labels = np.tile(np.arange(shards) * widths.size, rows.size) + np.repeat(numbers, shards)
@@ -221,7 +225,8 @@ def shard_dynamic(
 
 def _group_rows(rows: Sequence[int], capacity: int) -> IntArray:
     """
-    Return the microbatch of each row; as many rows share one as fit at the width of its last row.
+    Return the microbatch of each row. A microbatch has as many rows as fit with the width of its
+    last row.
     """
     numbers = []
     number = start = 0

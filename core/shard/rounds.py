@@ -1,12 +1,13 @@
 """
 Rounds of equal work: a round is the microbatches that all workers compute at the same time.
 
-Under FSDP, workers wait in every round for its busiest worker. So the time of a global batch is the
-sum over the busiest microbatches of its rounds. Sequences heavier than a mean microbatch set the
-level of work in the first rounds. The other microbatches of these rounds are filled up to this
-level. The remaining sequences are spread evenly over the other rounds.
+With FSDP, all workers wait for the busiest worker in every round. So the time of a global batch is
+the sum of the busiest microbatches of all rounds. Sequences with more work than a mean microbatch
+set the level of work in the first rounds, and the other microbatches of these rounds are filled up
+to this level. The remaining sequences are spread evenly over the other rounds.
 
-Works are whole numbers, and ties go to the lower index: every process gets the same microbatches.
+Works are integers, and in a tie the lower index is chosen, so every process computes the same
+microbatches.
 """
 
 from __future__ import annotations
@@ -19,27 +20,32 @@ import numpy as np
 from packplan.core.lengths import IntArray
 
 _TOLERANCE = 1000
-"""A round is level once its busiest microbatch exceeds the mean by at most a thousandth."""
+"""
+Divisor of the mean work: a round is level once its busiest microbatch exceeds the mean by at most a
+thousandth.
+"""
 
 _EXCHANGES = 8
-"""Limit of exchanges in a round, for each of its microbatches."""
+"""Maximum number of exchanges in a round, per microbatch of the round."""
 
 _PARTNERS = 4
-"""Idle microbatches that the busiest one of a round tries to exchange with."""
+"""
+Number of least loaded microbatches with which the busiest microbatch of a round may exchange items.
+"""
 
 
 def spread_over_rounds(costs: IntArray, works: IntArray, *, shards: int, rounds: int, capacity: int) -> IntArray | None:
     """
     Assign items to microbatches, so that the microbatches of a round have about equal work.
 
-    Return the microbatch of each item, or None if an item has no room anywhere.
+    Return the microbatch of each item, or None if no microbatch has room for an item.
 
     Args:
         costs: Positions of each item; at least as many items as microbatches.
-        works: Work of each item, in whole units.
-        shards: Microbatches of a round, one a worker.
-        rounds: Microbatches of each worker.
-        capacity: Positions of a microbatch.
+        works: Work of each item, as integers.
+        shards: Number of microbatches in a round, one for each worker.
+        rounds: Number of microbatches of each worker.
+        capacity: Maximum number of positions in a microbatch.
     """
     order = np.lexsort((-costs, -works))
     fill = _RoundFiller(costs[order], works[order], shards, shards * rounds, capacity)
@@ -55,14 +61,14 @@ def spread_over_rounds(costs: IntArray, works: IntArray, *, shards: int, rounds:
 
 class _Pool:
     """
-    Microbatches that take items, always the one with the least work that has room.
+    Microbatches, the least loaded of which with room gets the next item.
 
-    A key has the work and the index of a microbatch in one number: `work * num + index`.
+    A key combines the work and the index of a microbatch in one number: `work * num + index`.
     """
 
     def __init__(self, keys: list[int], room: list[int]) -> None:
         self.keys, self._room = keys, room
-        # Microbatches that lacked room wait, the roomiest first, for a shorter item.
+        # Microbatches without room for an item, the roomiest first, kept for a shorter item.
         self._waiting: list[tuple[int, int]] = []
 
     def __len__(self) -> int:
@@ -75,23 +81,24 @@ class _Pool:
 
     @property
     def most_waiting_room(self) -> int:
-        """Positions of the longest item that a waiting microbatch has room for."""
+        """Number of positions of the longest item for which a waiting microbatch has room."""
         return -self._waiting[0][0] if self._waiting else 0
 
     def take(self, num: int) -> _Pool:
-        """Move the first *num* microbatches, which are empty, into a separate pool."""
+        """Move the first *num* microbatches, which have to be empty, into a new pool."""
         ordered = sorted(self.keys)
         self.keys = ordered[num:]  # a sorted list is a heap
         return _Pool(ordered[:num], self._room)
 
     def add(self, size: int, step: int, below: int) -> int | None:
         """
-        Put an item into the least loaded microbatch with room; return its former key, or None.
+        Put an item into the least loaded microbatch with room; return the microbatch's previous
+        key, or None if none has room.
 
         Args:
             size: Positions of the item.
             step: Work of the item, in units of a key.
-            below: Limit of the former key.
+            below: Exclusive upper limit of the previous key.
         """
         keys, waiting, room = self.keys, self._waiting, self._room
         while waiting and -waiting[0][0] >= size:
@@ -107,11 +114,11 @@ class _Pool:
 
 
 class _RoundFiller:
-    """Microbatches of all rounds while they take items by descending work."""
+    """Microbatches of all rounds while items are added by descending work."""
 
     def __init__(self, costs: IntArray, works: IntArray, shards: int, num: int, capacity: int) -> None:
         self._sizes, self._steps = costs.tolist(), [work * num for work in works.tolist()]
-        # Works and positions from each item on.
+        # Sums of works and positions from each item to the last.
         self._left, self._positions_left = (np.cumsum(values[::-1])[::-1] for values in (works, costs))
         self._room = [capacity] * num
         self._shards, self._num, self._num_empty = shards, num, num
@@ -126,7 +133,7 @@ class _RoundFiller:
 
     def add(self, item: int) -> int | None:
         """Assign the next item; return its microbatch, or None if none has room."""
-        # If no more items are left than empty microbatches, only these take them.
+        # If as many items as empty microbatches are left, only empty ones get an item.
         must_open = len(self._sizes) - item <= self._num_empty
         key = self._add_below(item, self._num if must_open else self._limit)
         if key is None:
@@ -135,7 +142,7 @@ class _RoundFiller:
         return key % self._num
 
     def _add_below(self, item: int, below: int) -> int | None:
-        """Assign an item to a microbatch with a key under *below*; return that key, or None."""
+        """Assign an item to a microbatch with a key below *below*; return this key, or None."""
         size, step = self._sizes[item], self._steps[item]
         if step < self._most_step or size <= self._most_size:
             for level, pool in zip(self._levels, self._heavy, strict=True):
@@ -144,7 +151,7 @@ class _RoundFiller:
             self._update_heavy_limits()
         if not self._is_light_open and len(self._light):
             if step > self._num * self._mean_of_light(item):
-                # The first item of a round sets its level. The next ones fill it up to this level.
+                # The first item of a round sets its level. Later items fill the round up to this level.
                 self._levels.append(step + self._num)
                 self._heavy.append(self._light.take(self._shards))
                 self._most_step = self._limit
@@ -161,15 +168,15 @@ class _RoundFiller:
         return None
 
     def _update_heavy_limits(self) -> None:
-        """Update the work and size from which all heavy pools refuse an item."""
+        """Update the limits of work and size from which on no heavy pool can get an item."""
         levels = zip(self._levels, self._heavy, strict=True)
         self._most_step = max((level - pool.keys[0] for level, pool in levels if pool.keys), default=0)
         self._most_size = max((pool.most_waiting_room for pool in self._heavy), default=0)
 
     def _mean_of_light(self, item: int) -> float:
         """
-        Estimate the mean work of a microbatch of the light rounds, once items from *item* on have
-        filled the heavy rounds.
+        Estimate the mean work of a microbatch in the light rounds, after the heavy rounds have been
+        filled with items from *item* on.
         """
         left = int(self._left[item])
         density = left / int(self._positions_left[item])
@@ -185,15 +192,15 @@ def assign_rounds(labels: IntArray, costs: IntArray, works: IntArray, *, shards:
     """
     Assign microbatches to workers, so that each round and each worker's total are even.
 
-    The workers compute their microbatches number k at the same time, which is a round. Return the
-    new microbatch of each item.
+    A round is the set of all workers' k-th microbatches, which are computed at the same time.
+    Return the new microbatch of each item.
 
     Args:
         labels: Microbatch of each item. The number of microbatches is a multiple of *shards*.
         costs: Positions of each item.
-        works: Work of each item, in whole units.
-        shards: Workers.
-        capacity: Positions of a microbatch.
+        works: Work of each item, as integers.
+        shards: Number of workers.
+        capacity: Maximum number of positions in a microbatch.
     """
     num = int(labels.max()) + 1
     rounds = num // shards
@@ -205,7 +212,7 @@ def assign_rounds(labels: IntArray, costs: IntArray, works: IntArray, *, shards:
         one.level()
     result = np.empty_like(labels)
     done = np.zeros(shards, dtype=np.int64)
-    # The least even rounds come first, so that the others compensate for them.
+    # The least even rounds come first, so that later rounds compensate for them.
     order = sorted(range(rounds), key=lambda number: (-int(np.ptp(levelled[number].sums)), number))
     for number in order:
         one = levelled[number]
@@ -226,7 +233,9 @@ class _Round:
         self._loads = np.array([int(costs[items].sum()) for items in held])
 
     def level(self) -> None:
-        """Exchange items of the busiest microbatch until works are level, or no exchange helps."""
+        """
+        Exchange items of the busiest microbatch until work is level, or until no exchange helps.
+        """
         limit = -(-int(self.sums.sum()) // len(self.held))
         limit += limit // _TOLERANCE
         for _ in range(_EXCHANGES * len(self.held)):
@@ -239,8 +248,8 @@ class _Round:
 
     def _exchange(self, busy: int, idle: int) -> bool:
         """
-        Swap or move one item from microbatch *busy* to *idle* if that evens out their work; return
-        whether it did.
+        Swap or move one item from microbatch *busy* to *idle* if their work then differs less;
+        return whether it does.
         """
         gives, takes = self.held[busy], self.held[idle]
         nothing = np.zeros(1, dtype=np.int64)

@@ -1,13 +1,14 @@
 """
 Microbatches of each data-parallel worker, cut from an RL batch.
 
-A slot is one place in a microbatch, of a sequence or of filler. Every `Sharding` keeps these rules:
+A slot is one place in a microbatch, for a sequence or for filler. Every `Sharding` keeps these
+rules:
 
 - Global batches stay separate and in order.
-- In a global batch every worker has the same number of microbatches, none of them empty.
+- In a global batch, every worker has the same number of microbatches, and none is empty.
 - Every sequence is in exactly one microbatch with weight 1.
 - Filler is the shortest sequence of the global batch with weight 0.
-- No microbatch has more positions than the budget, except one with a single longer sequence.
+- A microbatch exceeds the token limit only if it is a single longer sequence.
 """
 
 from collections.abc import Iterator, Sequence
@@ -39,73 +40,76 @@ class ShardBatch:
 
     offsets: IntArray
     """
-    Start of each microbatch in `indices`, and the end of the last; shape (num_microbatches + 1,).
+    Start of each microbatch in `indices`, then the end of the last one; shape (num_microbatches +
+    1,).
     """
 
     widths: IntArray
     """
-    Positions of the row of a packed microbatch, or of every row of a padded one; shape
-    (num_microbatches,).
+    Number of positions in the row of a packed microbatch, or in every row of a padded microbatch;
+    shape (num_microbatches,).
     """
 
     @property
     def boundaries(self) -> list[list[int]]:
-        """First slot of each microbatch, and the end of the last one."""
+        """First slot and end of each microbatch, as a list of pairs."""
         return [[int(start), int(stop)] for start, stop in zip(self.offsets[:-1], self.offsets[1:], strict=True)]
 
     @property
     def microbatches(self) -> list[list[int]]:
-        """Sequences in each microbatch."""
+        """Indices of the sequences in each microbatch."""
         return [self.indices[start:stop].tolist() for start, stop in self.boundaries]
 
 
 @attrs.frozen(eq=False)
 class Sharding:
     """
-    RL batch that is cut into microbatches for each worker.
+    RL batch, cut into microbatches for each worker.
 
-    `results[sharding.restore]` brings results of slots, worker after worker, back into the order of
-    the batch. `order[restore]` counts up from 0.
+    `results[sharding.restore]` restores the order of the batch, given the results of all slots,
+    worker after worker. `order[restore]` is 0, 1, 2, …
     """
 
     mode: Mode
 
     num_shards: int
-    """Data-parallel workers."""
+    """Number of data-parallel workers."""
 
     num_microbatches: tuple[int, ...]
-    """Microbatches of every worker in each global batch."""
+    """Number of microbatches of every worker, for each global batch."""
 
     lengths: IntArray
     """Tokens of each sequence; shape (num_sequences,)."""
 
     slots: Packs
-    """Microbatches of worker 0 over all global batches, then those of worker 1, and so on."""
+    """
+    Microbatches of worker 0 over all global batches, then the microbatches of worker 1, and so on.
+    """
 
     weights: IntArray
     """Weight of each slot: 1, or 0 for filler; shape (num_slots,)."""
 
     widths: IntArray
     """
-    Positions of the row of a packed microbatch, or of every row of a padded one; shape
-    (num_microbatches,).
+    Number of positions in the row of a packed microbatch, or in every row of a padded microbatch;
+    shape (num_microbatches,).
     """
 
     positions: IntArray
-    """Positions of each microbatch; shape (num_microbatches,)."""
+    """Number of positions in each microbatch; shape (num_microbatches,)."""
 
     works: NDArray[np.float64]
     """
-    Work of each microbatch, with the padding of its sequences. If the model's work was given, it is
-    in FLOPs. If works of sequences were given, it is their sum. Otherwise it is the sum of the
-    squares of row widths, or of sequence lengths if packed.
+    Work of each microbatch, including padding; shape (num_microbatches,). With a work model, the
+    unit is FLOPs. With works of sequences, it is their sum. Otherwise it is the sum of squared row
+    widths, or of squared padded sequence lengths if packed.
     """
 
     capacity: int
-    """Limit of positions of a microbatch; more than the budget if a sequence is over it."""
+    """Largest number of positions in a microbatch, at least the token limit."""
 
     multiple: int
-    """Pad multiple of sequences in a packed row, or of the width of padded rows."""
+    """Multiple to which sequences in a packed row, or the widths of padded rows, are padded."""
 
     @property
     def order(self) -> IntArray:
@@ -114,14 +118,14 @@ class Sharding:
 
     @cached_property
     def restore(self) -> IntArray:
-        """Slot of each sequence; shape (num_sequences,)."""
+        """Index of the slot of each sequence; shape (num_sequences,)."""
         restore = np.empty(self.lengths.size, dtype=np.int64)
         real = np.flatnonzero(self.weights)
         restore[self.order[real]] = real
         return restore
 
     def by_worker(self, values: NDArray[_Number]) -> NDArray[_Number]:
-        """Reshape values, one for each microbatch, to (num_shards, microbatches)."""
+        """Reshape values, one for each microbatch, to (num_shards, microbatches of a worker)."""
         return values.reshape(self.num_shards, -1)
 
     def shard(self, rank: int) -> tuple[ShardBatch, ...]:
@@ -130,7 +134,10 @@ class Sharding:
         return tuple(self._slice(end - num, end) for num, end in zip(self.num_microbatches, ends.tolist(), strict=True))
 
     def _slice(self, start: int, stop: int) -> ShardBatch:
-        """Return the microbatches *start* to before *stop*, of one worker and global batch."""
+        """
+        Return the microbatches *start* to *stop* - 1, which belong to one worker and one global
+        batch.
+        """
         offsets = self.slots.offsets[start : stop + 1]
         held = slice(offsets[0], offsets[-1])
         return ShardBatch(self.slots.indices[held], self.weights[held], offsets - offsets[0], self.widths[start:stop])
@@ -148,20 +155,22 @@ class CutBatch:
 
     sequences: IntArray
     """
-    Sequences of the batch, in order inside each microbatch; shape (num_slots,). Where a sequence
-    repeats, all but its first slot are filler.
+    Sequence in each slot, in order inside each microbatch; shape (num_slots,). If a sequence occurs
+    several times, all but its first slot are filler.
     """
 
     labels: IntArray
-    """Microbatch of each slot; the first `num` belong to worker 0; shape (num_slots,)."""
+    """
+    Microbatch of each slot; shape (num_slots,). The first `num` microbatches belong to worker 0.
+    """
 
     num: int
-    """Microbatches of every worker."""
+    """Number of microbatches of every worker."""
 
     widths: IntArray | None = None
     """
-    Positions of each row of a padded microbatch, the same for all workers; shape (num,). None if
-    microbatches are packed.
+    Number of positions in each row of a padded microbatch, which is equal for all workers; shape
+    (num,). None if microbatches are packed.
     """
 
 
@@ -182,11 +191,11 @@ def join_batches(
     Args:
         mode: Kind of microbatches.
         lengths: Tokens of each sequence; shape (num_sequences,).
-        padded: Positions of each sequence; shape (num_sequences,).
+        padded: Positions of each sequence, padding included; shape (num_sequences,).
         parts: Global batches, in order.
-        shards: Data-parallel workers.
-        capacity: Positions of a microbatch that holds no longer sequence.
-        multiple: Pad multiple of sequences or of widths.
+        shards: Number of data-parallel workers.
+        capacity: Maximum number of positions in a microbatch without a longer sequence.
+        multiple: Multiple to which sequences or widths are padded.
         work: Work of the sequences.
     """
     total = sum(part.num for part in parts)
@@ -198,11 +207,11 @@ def join_batches(
         ]
     )
     sequences = np.concatenate([part.sequences for part in parts])
-    # Packed rows are in the order of the batch; padded ones keep theirs.
+    # The sequences of packed rows are sorted by index; padded microbatches keep their order.
     order = np.lexsort((sequences, places)) if mode == "packed" else np.argsort(places, kind="stable")
     offsets = np.concatenate([[0], np.cumsum(np.bincount(places))])
     slots = Packs(offsets, sequences[order])
-    # Filler follows the sequences of its global batch.
+    # Filler comes after the sequences of its global batch.
     weights = np.zeros(slots.num_samples, dtype=np.int64)
     weights[np.unique(sequences, return_index=True)[1]] = 1
     works = np.add.reduceat(work.fixed[slots.indices], slots.offsets[:-1])

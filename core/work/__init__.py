@@ -1,1 +1,1 @@
-"""Work of samples and packs in FLOPs, and assignment of packs to ranks by their work."""
+"""Work of samples and packs in FLOPs, and assignment of packs to ranks by work."""

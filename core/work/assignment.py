@@ -2,12 +2,12 @@
 Assignment of the packs of an optimizer step to ranks, by work.
 
 The packs of a step stay the same; only the ranks that compute them change. Loss and gradients are
-sums over all packs of the step, so they do not depend on these ranks. Ranks wait for each other
-once a step if gradients are summed at its end. They wait in each microbatch if weights or gradients
-are sharded. In both cases the busiest ranks decide the time of a step.
+sums over all packs of the step, so they do not depend on which rank computes a pack. Ranks wait for
+each other once per step if gradients are summed at the end of a step. They wait in each microbatch
+if weights or gradients are sharded. In both cases, the busiest rank decides the time.
 
-All arithmetic is in whole numbers, and equal works keep their order. So every rank gets the same
-assignment, on any processor.
+All arithmetic uses integers, and packs of equal work keep their order. So every rank computes the
+same assignment, on any processor.
 """
 
 from collections.abc import Iterator
@@ -20,43 +20,47 @@ from numpy.typing import NDArray
 from packplan.core.lengths import IntArray
 
 SyncPoint = Literal["step", "microbatch"]
-"""Point where ranks wait for each other: at the end of each step, or in each microbatch."""
+"""Where ranks wait for each other: at the end of each step, or in each microbatch."""
 
 UNITS = 2**38
-"""Units of the heaviest pack. Sums of two million packs fit 64 bits."""
+"""Work of the heaviest pack, in integer units. Sums over two million packs fit into 64 bits."""
 
 _TOLERANCE = 10_000
 """
-A step is level once its busiest rank exceeds the bound by at most this fraction: one 10,000th.
+Divisor of the lower bound: a step is level once its busiest rank exceeds the bound by at most one
+10,000th.
 """
 
 _ROUNDS = 60
-"""Limit of rounds of exchange between the ranks of a step. Nearly all are level after ten."""
+"""
+Maximum number of exchange rounds between the ranks of a step. Nearly all steps are level after ten
+rounds.
+"""
 
 _SINGLE_ROUNDS = 8
 """
-First rounds, which exchange one pack for one, since the table of such exchanges is small. Later
-rounds also exchange two for two.
+Number of first rounds, which exchange single packs because the table of these exchanges is small.
+Later rounds also exchange two packs for two.
 """
 
 _STALE = 8
-"""Rounds without a change after which a step is left as it is."""
+"""Number of rounds without a change after which a step is not changed further."""
 
 _PAIRS_UP_TO = 8
 """
-Largest number of packs of a rank at which two are exchanged at once. With more, one for one
-suffices.
+Maximum number of packs of a rank for which two packs are exchanged for two. With more packs,
+exchanges of single packs suffice.
 """
 
 _BLOCK = 1 << 21
-"""Numbers of an exchange table that are in memory at once."""
+"""Maximum number of entries of an exchange table in memory at the same time."""
 
 
 def to_units(works: NDArray[Any]) -> IntArray:
     """
-    Return *works* scaled to whole numbers, so that the largest is `UNITS`; int64, same shape.
+    Scale *works* to integers, so that the largest is `UNITS`; int64, same shape.
 
-    Works that differ by a common factor give the same units.
+    The result does not change if all works are multiplied by the same factor.
     """
     heaviest = works.max(initial=0)
     if not heaviest:
@@ -71,17 +75,19 @@ def level_steps(
     """
     Return an order of the packs in which the ranks of each step have equal work.
 
-    In an order, rank r of W takes the positions r, r + W, r + 2W, … A step has accumulation x W
-    neighbouring positions; the last step may have fewer. Each step keeps its packs. A pack of
-    several ranks stays in one microbatch, and begins there at a multiple of their number.
+    Rank r of W trains the positions r, r + W, r + 2W, … of an order. A step has accumulation x W
+    neighbouring positions; the last step may have fewer. Each step keeps its packs. The slots of a
+    shared pack stay in one microbatch, where they start at a multiple of their number.
 
     Args:
-        works: Work of a rank on each pack in the given order, in units of `to_units`; shape
-            (num_slots,), a multiple of *world_size*. A pack of several ranks has a slot for each.
-        degrees: Ranks of the pack in each slot; shape (num_slots,). None is one for each.
-        world_size: Data-parallel learners, >= 1.
-        accumulation: Packs of a rank in one step, >= 1.
-        sync_at: Point where ranks wait for each other.
+        works: Work of one rank on the pack in each slot, in units of `to_units`; shape
+            (num_slots,), a multiple of *world_size*. A shared pack has one slot for each of its
+            ranks.
+        degrees: Number of ranks that share the pack in each slot; shape (num_slots,). None if no
+            pack is shared.
+        world_size: Number of data-parallel ranks, >= 1.
+        accumulation: Number of packs of a rank in one step, >= 1.
+        sync_at: Where ranks wait for each other.
 
     >>> works = np.array([8, 1, 7, 2, 6, 3, 5, 4])
     >>> works[level_steps(works, world_size=2, accumulation=4, sync_at="microbatch")].tolist()
@@ -93,7 +99,7 @@ def level_steps(
     assert sync_at in get_args(SyncPoint), sync_at  # noqa: S101  # the schedule has checked it
     order = np.arange(works.size)
     for part in _split_steps(order, world_size * accumulation):
-        # A single rank waits for none, and one pack each leaves no choice.
+        # A single rank never waits, and with one pack for each rank there is no choice.
         if world_size > 1 and part.shape[1] > world_size:
             ranks = np.ones_like(part) if degrees is None else degrees[part]
             part[:] = np.take_along_axis(part, _assign_step(works[part], ranks, world_size, sync_at), axis=1)
@@ -109,10 +115,13 @@ def _split_steps(packs: IntArray, packs_per_step: int) -> Iterator[IntArray]:
 
 
 def _busiest_bounds(rows: IntArray, world_size: int) -> IntArray:
-    """Return a lower bound on the busiest rank's work in each step; *rows* are works, ascending."""
+    """
+    Return a lower bound on the busiest rank's work in each step. *rows* are the works of each
+    step's packs, ascending.
+    """
     packs_of_rank = rows.shape[1] // world_size
     if packs_of_rank == 2:
-        # The heaviest together with the lightest is optimal.
+        # Pairing the heaviest pack with the lightest is optimal.
         folded: IntArray = (rows + rows[:, ::-1]).max(axis=1)
         return folded
     with_lightest = rows[:, -1] + rows[:, : packs_of_rank - 1].sum(axis=1)
@@ -121,12 +130,14 @@ def _busiest_bounds(rows: IntArray, world_size: int) -> IntArray:
 
 
 def _assign_step(steps: IntArray, degrees: IntArray, world_size: int, sync_at: SyncPoint) -> IntArray:
-    """Return the order of each step's slots as columns of *steps*; of the same shape."""
+    """
+    Return the order of each step's slots, as column indices of *steps*; same shape as *steps*.
+    """
     num_steps, per_step = steps.shape
     falling = np.lexsort((-steps, -degrees)).reshape(num_steps, -1, world_size)
     if sync_at == "microbatch":
-        # The rank of a pack does not matter to its microbatch. Every second one is reversed, so
-        # that sums of ranks are near each other too.
+        # Within a microbatch, it does not matter which rank has a pack. Every second microbatch is
+        # reversed, so that the sums of ranks are similar too.
         falling[:, 1::2] = falling[:, 1::2, ::-1]
         return falling.reshape(num_steps, per_step)
     if degrees.max() > 1:
@@ -140,21 +151,21 @@ def _assign_step(steps: IntArray, degrees: IntArray, world_size: int, sync_at: S
 
 
 def _gather_works(steps: IntArray, held: IntArray) -> IntArray:
-    """Return the works of the packs at columns *held* of *steps*; of the shape of *held*."""
+    """Return the works of the packs at columns *held* of *steps*; same shape as *held*."""
     return np.take_along_axis(steps, held.reshape(len(steps), -1), axis=1).reshape(held.shape)
 
 
 def _assign_heaviest_first(steps: IntArray, falling: IntArray) -> IntArray:
     """
-    Assign packs by descending work, in rows of one pack a rank. The heaviest of a row goes to the
-    rank with the least work so far.
+    Assign packs by descending work, in rows of one pack for each rank. The heaviest pack of a row
+    goes to the rank with the least work so far.
 
     Args:
         steps: Work of each pack; shape (num_steps, packs of a step).
-        falling: Places by descending work; shape (num_steps, packs of a rank, world_size).
+        falling: Column indices by descending work; shape (num_steps, packs of a rank, world_size).
 
-    Returns:
-        Places of the packs of each rank; shape (num_steps, world_size, packs of a rank).
+    Returns: Column indices of the packs of each rank; shape (num_steps, world_size, packs of a
+    rank).
     """
     num_steps, packs_of_rank, world_size = falling.shape
     works = _gather_works(steps, falling)
@@ -170,18 +181,18 @@ def _assign_heaviest_first(steps: IntArray, falling: IntArray) -> IntArray:
 
 def _assign_shared_first(steps: IntArray, degrees: IntArray, falling: IntArray) -> IntArray:
     """
-    Assign packs by descending degree, then work, each to the ranks with the least work that have
-    room. Ranks that may share a pack have equally many packs until then, so it is in one
-    microbatch.
+    Assign packs by descending degree, then by descending work, each to the ranks with the least
+    work that have room. The ranks that share a pack have equally many packs before it, so all its
+    slots are in one microbatch.
 
     Args:
-        steps: Work of a rank on each slot; shape (num_steps, slots of a step).
-        degrees: Ranks of the pack in each slot; of the same shape.
-        falling: Places by descending degree, then work; shape (num_steps, slots of a rank,
-            world_size).
+        steps: Work of one rank on each slot; shape (num_steps, slots of a step).
+        degrees: Number of ranks that share the pack in each slot; same shape as *steps*.
+        falling: Column indices by descending degree, then descending work; shape (num_steps, slots
+            of a rank, world_size).
 
-    Returns:
-        Places of the slots of each rank; shape (num_steps, world_size, slots of a rank).
+    Returns: Column indices of the slots of each rank; shape (num_steps, world_size, slots of a
+    rank).
     """
     num_steps, of_rank, world_size = falling.shape
     held = np.empty((num_steps, world_size, of_rank), dtype=np.int64)
@@ -205,12 +216,13 @@ def _assign_shared_first(steps: IntArray, degrees: IntArray, falling: IntArray) 
 
 def _level_ranks(steps: IntArray, held: IntArray) -> None:
     """
-    Exchange packs between busy and idle ranks until each step is level, or nothing helps. *held* is
-    changed in place.
+    Exchange packs between busy and idle ranks until each step is level, or until no exchange helps.
+    *held* is changed in place.
 
     Args:
         steps: Work of each pack; shape (num_steps, packs of a step).
-        held: Places of the packs of each rank; shape (num_steps, world_size, packs of a rank).
+        held: Column indices of the packs of each rank; shape (num_steps, world_size, packs of a
+            rank).
     """
     bounds = _busiest_bounds(np.sort(steps, axis=1), held.shape[1])
     limits = bounds + bounds // _TOLERANCE
@@ -229,22 +241,25 @@ def _level_ranks(steps: IntArray, held: IntArray) -> None:
 
 
 def _sets_to_exchange(packs_of_rank: int) -> list[NDArray[np.int64]]:
-    """Return sets of a rank's packs that may be exchanged: single packs, then perhaps pairs."""
+    """
+    Return the sets of a rank's packs that may be exchanged: single packs and, for few packs, pairs.
+    """
     sizes = [1, 2] if 2 < packs_of_rank <= _PAIRS_UP_TO else [1]
     return [np.array(list(combinations(range(packs_of_rank), size))) for size in sizes]
 
 
 def _exchange(held: IntArray, active: IntArray, works: IntArray, *, swaps: NDArray[np.int64], number: int) -> IntArray:
     """
-    Exchange packs of each busy rank with packs of an idle one, as evenly as one exchange allows.
-    Return the changed steps, as indices of *active*.
+    Exchange packs of each busy rank with packs of an idle rank, by the exchange that evens out
+    their work best. Return the changed steps, as indices of *active*.
 
     Args:
-        held: Places of the packs of each rank; shape (num_steps, world_size, packs of a rank).
-        active: Steps to work on.
-        works: Works of the packs of each rank; shape (num_active, world_size, packs of a rank).
-        swaps: Sets of packs to exchange; shape (num_sets, packs of a set).
-        number: Number of the round, which decides the partners.
+        held: Column indices of the packs of each rank; shape (num_steps, world_size, packs of a
+            rank).
+        active: Indices of the steps that may be changed.
+        works: Work of the packs of each rank; shape (num_active, world_size, packs of a rank).
+        swaps: Sets of packs that may be exchanged; shape (num_sets, packs of a set).
+        number: Number of the round, which decides which ranks are compared.
     """
     sums = works.sum(axis=2)
     num_active, world_size = sums.shape

@@ -1,4 +1,4 @@
-"""Reader of a model's config.json that remembers which keys it has read."""
+"""Reader of a model's config.json that records which keys were read."""
 
 import math
 import re
@@ -13,13 +13,16 @@ PRODUCT = 2
 """FLOPs of one multiplication and the addition of its result."""
 
 ATTENTION_PRODUCTS = 2
-"""Products per pair of tokens and width: query with key, and weight with value."""
+"""
+Multiplications per pair of tokens and unit of width: query with key, and attention weight with
+value.
+"""
 
 _IS_SIZE = re.compile(
     r"(size|size_mlp|expert|expert_num|dim|dims|rank|ranks|heads?|layers?|experts|kernel|expand|width|window|inner|types?|pattern|interval|step|"
     r"blocks|streams|groups|head_sharing|multiplier|freq|period|offset|codebooks|topk|cache)(_\w*per_\w+)?$"
 )
-"""Names of keys whose values the work may depend on."""
+"""Names of keys whose values may change the work."""
 
 _HARMLESS = re.compile(
     r"(rope_|rotary|mrope|yarn|router_|moe_router|initializer|max_|quant|torch|chunk_size_feed_forward|_token|num_labels|"
@@ -29,7 +32,7 @@ _HARMLESS = re.compile(
     r"|key_multiplier|attention_(in|out)_multiplier|ssm_(in|out)_multiplier|pretraining_tp|num_experts_to|hidden_act"
     r"|ep_size|mtp_|num_mtp|clip|is_|attn_type|experts_implementation|type_vocab|tie_|query_pre_attn|init_)"
 )
-"""Beginnings of names of sizes that change no matrix product."""
+"""Prefixes of keys that look like sizes but do not change a matrix product."""
 
 
 class ConfigKeys:
@@ -46,22 +49,24 @@ class ConfigKeys:
         Look keys up in *sizes* first, then in *defaults*.
 
         Args:
-            sizes: A config.json, or a part of one.
-            defaults: Values of keys that *sizes* leaves out.
+            sizes: Content of a config.json, or a part of it.
+            defaults: Values of keys that *sizes* does not have.
         """
         self._sizes = {**(defaults or {}), **{key: value for key, value in sizes.items() if value is not None}}
         self._read = set[str]()
 
     def find(self, *names: str) -> Any:
         """
-        Return the value of the first key that exists, or None; all *names* then count as read.
+        Return the value of the first key in *names* that exists, or None. All *names* then count as
+        read.
         """
         self._read.update(names)
         return next((self._sizes[name] for name in names if name in self._sizes), None)
 
     def find_size(self, *names: str) -> int | None:
         """
-        Return the value of the first key that exists as an integer; None if none exists.
+        Return the value of the first key in *names* that exists, as an integer; None if no key
+        exists.
 
         Raises:
             ModelError: The value is not a number of at least 0.
@@ -77,7 +82,8 @@ class ConfigKeys:
 
     def size(self, *names: str) -> int:
         """
-        Return the value of the first key that exists as an integer; ModelError if none exists.
+        Return the value of the first key in *names* that exists, as an integer; ModelError if no
+        key exists.
         """
         found = self.find_size(*names)
         if found is None:
@@ -85,7 +91,10 @@ class ConfigKeys:
         return found
 
     def unread_sizes(self) -> list[str]:
-        """Return the keys that look like sizes and were not read: numbers above 0 and lists."""
+        """
+        Return the keys that look like sizes but were not read. Values of 0, texts and empty lists
+        are ignored.
+        """
         return sorted(
             key
             for key, value in self._sizes.items()

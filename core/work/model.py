@@ -1,20 +1,21 @@
 """
-Work of a sample or a pack in floating-point operations (FLOPs), by the model's layer sizes.
+Work of a sample or a pack in floating-point operations (FLOPs), computed from the model's layer
+sizes.
 
-The count has the multiplications and additions of matrix products in one forward pass. A backward
+The multiplications and additions of matrix products in one forward pass are counted. A backward
 pass over all weights takes twice as many. Norms, activations and rotations are left out: they are
 linear in the positions, and far below one percent in a model of usual width. Work has four parts:
 
-- Every position passes all weights, including the output head, and those experts that it is routed
-  to.
+- Every position is multiplied with all weights, including the output head, and with the experts to
+  which it is routed.
 - Causal attention over a sample of n tokens counts n (n + 1) / 2 pairs. An implementation that
-  computes the whole square, such as eager attention, counts n * n. A layer limited to a window or a
-  chunk counts fewer.
-- Layers under the delta rule, whose attention is linear, compute whole chunks of tokens.
-- The patches of each image pass the vision tower, whose layers attend within the image or within
-  windows of it.
+  computes the whole square, such as eager attention, has n * n pairs. A layer limited to a window
+  or a chunk has fewer pairs.
+- Layers with the delta rule (linear attention) compute whole chunks of tokens.
+- The vision tower computes the patches of each image. Its layers attend within the image or within
+  windows of the image.
 
-Attention is by sample, so the work of a pack is the sum over its samples.
+Samples attend only to themselves, so the work of a pack is the sum over its samples.
 """
 
 from __future__ import annotations
@@ -31,27 +32,29 @@ from packplan.core.work.text import DELTA_CHUNK, LocalAttention, read_text_work
 from packplan.core.work.vision import FLOPs, VisionWork, read_vision_work
 
 FRAMES_PER_LAYER = 2
-"""Frames of a video that a vision tower takes as one image."""
+"""Number of video frames that a vision tower computes as one image."""
 
 
 @attrs.frozen
 class WorkModel:
-    """Coefficients by which a model's FLOPs are computed, for a forward pass or a training step."""
+    """
+    Coefficients from which a model's FLOPs are computed, for a forward pass or a training step.
+    """
 
     per_position: float
     """FLOPs of the matrix products of one position, over all layers and the output head."""
 
     per_pair: float
-    """FLOPs of attention per pair of tokens, over the layers of full attention."""
+    """FLOPs of attention per pair of tokens, over all layers with full attention."""
 
     vision: VisionWork | None = None
-    """Coefficients of the vision tower; None for a model of text alone."""
+    """Coefficients of the vision tower; None for a text model."""
 
     local: tuple[LocalAttention, ...] = ()
     """Attention layers limited to a window or a chunk."""
 
     per_chunk: float = 0
-    """FLOPs of a chunk of 64 tokens, over the layers under the delta rule."""
+    """FLOPs of a chunk of 64 tokens, over all layers with the delta rule."""
 
     @classmethod
     def from_config(cls, config: Sizes) -> WorkModel:
@@ -61,7 +64,7 @@ class WorkModel:
         Raises:
             ModelError: A size is missing, or a key has an unknown effect on the work.
         """
-        thinker = config.get("thinker_config")  # the part that is trained, and that is given no sound
+        thinker = config.get("thinker_config")  # the trained part, which gets no audio
         config = thinker or config
         text = config.get("text_config") or config
         vision = config.get("vision_config")
@@ -84,13 +87,13 @@ class WorkModel:
         """
         Estimate the work of an unknown architecture as the work of ordinary layers of its width.
 
-        Without sizes in *config*, it takes 32 layers of a width of 4,096. Images count by their
-        tokens.
+        Sizes that *config* does not have are assumed to be 32 layers and a width of 4,096. Images
+        count by their tokens.
         """
         config = config.get("thinker_config") or config
         text = config.get("text_config") or config
         width, layers = int(text.get("hidden_size") or 4096), int(text.get("num_hidden_layers") or 32)
-        # Four square matrices of attention, and an MLP of about eight.
+        # Four square matrices of attention, and an MLP of about eight square matrices.
         return cls(
             per_position=PRODUCT * layers * 12 * width**2, per_pair=PRODUCT * ATTENTION_PRODUCTS * layers * width
         )
@@ -99,15 +102,16 @@ class WorkModel:
         """
         Return the work of a forward and backward pass, from the work of the forward pass.
 
-        A backward pass takes as many FLOPs for the gradients of a layer's inputs, and as many again
-        for the gradients of trained weights. Attention has no weights, and its backward pass has
-        two products for each of the forward pass.
+        A backward pass takes as many FLOPs as the forward pass for the gradients of a layer's
+        inputs, and as many again for the gradients of trained weights. Attention has no weights;
+        its backward pass has two products for each product of the forward pass.
 
         Args:
-            text: Whether the weights of the language model are trained, not frozen or under
-                adapters.
-            vision: Whether the weights of the vision tower are trained.
-            vision_gradients: Whether anything in the vision tower is trained, adapters included.
+            text: Whether the language model's own weights are trained (not frozen, and not only
+                adapters).
+            vision: Whether the vision tower's own weights are trained.
+            vision_gradients: Whether any weights in the vision tower are trained, adapters
+                included.
         """
         tower = self.vision
         if tower is not None and vision_gradients:
@@ -121,12 +125,12 @@ class WorkModel:
 
     def scaled(self, text: float, attention: float) -> WorkModel:
         """
-        Return a work model whose text terms are multiplied; the vision tower is unchanged.
+        Return a work model with multiplied text terms. The vision tower does not change.
 
         Args:
-            text: Factor of the matrix products of text positions, and of layers under the delta
+            text: Factor for the matrix products of text positions, and for layers with the delta
                 rule.
-            attention: Factor of attention between text tokens.
+            attention: Factor for attention between text tokens.
         """
         return attrs.evolve(
             self,
@@ -138,11 +142,11 @@ class WorkModel:
 
     def sample_flops(self, lengths: Lengths) -> FLOPs:
         """
-        Return the forward FLOPs of each sample's text under causal attention; shape (num_samples,).
+        Return the forward FLOPs of each sample's text with causal attention; shape (num_samples,).
 
-        ArgumentError for a length that is not a positive whole number.
+        Raises an ArgumentError if a length is not a positive whole number.
 
-        The work of a pack under attention by sample is the sum over its samples.
+        The work of a pack is the sum over its samples.
 
         >>> model = WorkModel(per_position=100, per_pair=2)
         >>> model.sample_flops([1, 3]).tolist()
@@ -152,7 +156,8 @@ class WorkModel:
 
     def row_flops(self, widths: Any) -> FLOPs:
         """
-        Return the forward FLOPs of rows of *widths* tokens, each of which holds one text sample.
+        Return the forward FLOPs of rows of *widths* tokens, each with one text sample; same shape
+        as *widths*.
         """
         tokens = np.asarray(widths, dtype=np.float64)
         work: FLOPs = tokens * self.per_position + tokens * (tokens + 1) / 2 * self.per_pair
@@ -165,7 +170,7 @@ class WorkModel:
 
 @attrs.frozen(eq=False)
 class SampleWorks:
-    """Work of each sample of a data set, computed from its measurement."""
+    """Work of each sample in a data set, computed from its length, images and videos."""
 
     model: WorkModel
 
@@ -186,17 +191,17 @@ class SampleWorks:
         frames: Any = 0,
         video_patches: Any = 0,
     ) -> SampleWorks:
-        """
-        Return the work of samples of these lengths and media.
+        """Compute the work of samples from their lengths and media.
 
         Args:
-            model: Work of the model.
-            lengths: Tokens of each sample, image tokens included, 0 for a record that is no sample;
-                shape (num_samples,).
-            images: Images of each sample; shape (num_samples,).
-            patches: Patches of all images of a sample together; shape (num_samples,).
-            frames: Frames that are sampled of a sample's videos; two of them are seen as one image.
-            video_patches: Patches of all videos of a sample together; shape (num_samples,).
+            model: Work model of the model.
+            lengths: Tokens of each sample, image tokens included, 0 for a record that is not a
+                sample; shape (num_samples,).
+            images: Number of images of each sample; shape (num_samples,).
+            patches: Number of patches in all images of each sample; shape (num_samples,).
+            frames: Number of frames sampled from the videos of each sample; shape (num_samples,).
+                Two frames count as one image.
+            video_patches: Number of patches in all videos of each sample; shape (num_samples,).
 
         >>> vision = VisionWork(per_patch=100, per_image_pair=1, per_window_pair=0, window=0)
         >>> model = WorkModel(per_position=0, per_pair=0, vision=vision)
@@ -215,12 +220,12 @@ class SampleWorks:
 
     def scaled(self, text: float, attention: float, vision: float) -> SampleWorks:
         """
-        Return the work with each term multiplied by a factor, such as nanoseconds per FLOP.
+        Return these works with each term multiplied by a factor, such as nanoseconds per FLOP.
 
         Args:
             text: See `WorkModel.scaled`.
             attention: See `WorkModel.scaled`.
-            vision: Factor of the vision tower.
+            vision: Factor for the vision tower.
 
         >>> model = WorkModel(per_position=100, per_pair=2)
         >>> SampleWorks.from_lengths(model, [3]).scaled(0, 10, 0).flops.tolist()

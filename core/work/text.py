@@ -1,10 +1,10 @@
 """
 Work of a model's text layers, computed from its config.json.
 
-The work follows from the keys, not from the model's family. Keys describe grouped or latent heads,
-experts and shared experts, layers of a window or a chunk, and layers that carry a state.
-`_DEFAULTS` holds values that configs leave out or have no key for. A key that names a size and is
-not read here makes the model's work unknown.
+The work is computed from the keys, not from the model's family. Keys describe grouped or latent
+heads, experts and shared experts, layers with a window or a chunk, and layers that carry a state.
+`_DEFAULTS` contains values that a config.json leaves out or has no key for. If a key looks like a
+size and this module does not read it, the model's work is unknown.
 """
 
 from collections import Counter
@@ -28,7 +28,7 @@ _LAYER_KINDS: Mapping[str, LayerKind] = {
     "linear_attention": "delta",
     "conv": "conv",
 }
-"""Names in `layer_types` of a config.json -> kinds."""
+"""Name in `layer_types` of a config.json -> kind of layer."""
 
 _DEFAULTS: Mapping[str, Sizes] = {
     "bitnet": {"mlp_products": 3},
@@ -52,18 +52,21 @@ _DEFAULTS: Mapping[str, Sizes] = {
     "starcoder2": {"mlp_products": 2},
 }  # fmt: skip
 """
-Model type -> values that its config.json leaves out, such as the products of its MLP or the gate of
-attention.
+Model type -> values that its config.json leaves out, such as the number of products in its MLP or
+an attention gate.
 """
 
 _UNKNOWN_TYPES = {"ctrl", "diffllama", "falcon", "gpt_bigcode", "hunyuan_v1_moe", "longcat_flash", "modernbert-decoder"}
 """Model types whose keys do not describe their layers. Their work is unknown."""
 
 _UNGATED = {"gelu", "gelu_new", "gelu_fast", "quick_gelu", "relu", "relu2", "xielu"}
-"""Activations of MLPs of two products. MLPs of other activations have a gate, a third product."""
+"""
+Activations of MLPs with two products. MLPs with other activations have a gate, which is a third
+product.
+"""
 
 DELTA_CHUNK = 64
-"""Tokens of a chunk under the delta rule, in transformers and in GPU kernels."""
+"""Number of tokens in a chunk of the delta rule, in transformers and in GPU kernels."""
 
 
 @attrs.frozen
@@ -71,19 +74,20 @@ class LocalAttention:
     """Work of attention layers that attend only within a window or a chunk."""
 
     per_pair: float
-    """FLOPs per pair of tokens, over these layers."""
+    """FLOPs per pair of tokens, summed over these layers."""
 
     tokens: int
-    """Tokens of a window, the token itself included, or of a chunk."""
+    """Number of tokens in a window, including the token itself, or in a chunk."""
 
     in_chunks: bool = False
     """
-    Whether tokens attend within their chunk. Otherwise they attend to a window of the last tokens.
+    Whether tokens attend within their chunk. If false, tokens attend to a window of the previous
+    tokens.
     """
 
     def pairs(self, lengths: NDArray[np.float64]) -> NDArray[np.float64]:
         """
-        Return the number of token pairs in rows of these *lengths*, as an array of the same shape.
+        Return the number of token pairs in rows of *lengths* tokens; same shape as *lengths*.
 
         >>> LocalAttention(1, 3).pairs(np.array([2.0, 5.0])).tolist()
         [3.0, 12.0]
@@ -102,14 +106,14 @@ class LocalAttention:
 
 def read_text_work(sizes: Sizes, *, model_type: str | None) -> dict[str, Any]:
     """
-    Return the forward work of a model's text layers, as fields of `core.work.model.WorkModel`.
+    Compute the forward work of a model's text layers, as fields of `core.work.model.WorkModel`.
 
     Args:
-        sizes: The text's part of a config.json.
-        model_type: Model type of that part, or of the whole model.
+        sizes: The part of a config.json that describes the text model.
+        model_type: Model type of this part, or of the whole model.
 
     Raises:
-        ModelError: A size is missing, or the work of a key is not known.
+        ModelError: A size is missing, or the effect of a key on the work is unknown.
     """
     if model_type in _UNKNOWN_TYPES:
         raise ModelError("work", f"the work of model_type {model_type!r} is not known")
@@ -167,7 +171,10 @@ def _layer_kinds(keys: ConfigKeys, layers: int) -> list[LayerKind]:
 
 
 def _attention_multiplications(keys: ConfigKeys, width: int) -> tuple[int, int]:
-    """Return an attention layer's multiplications for one position, and for one pair of tokens."""
+    """
+    Return the number of multiplications of an attention layer for one position, and for one pair of
+    tokens.
+    """
     if not (heads := keys.size("num_attention_heads", "n_head", "num_heads")):
         raise ModelError("work", "config.json has num_attention_heads 0, but a model needs at least 1")
     if (latent := keys.find_size("kv_lora_rank")) is not None:
@@ -184,20 +191,23 @@ def _attention_multiplications(keys: ConfigKeys, width: int) -> tuple[int, int]:
 
 
 def _delta_multiplications(keys: ConfigKeys, width: int) -> tuple[int, int]:
-    """Return a gated-delta-rule layer's multiplications for one position, and for a chunk."""
+    """
+    Return the number of multiplications of a gated-delta-rule layer for one position, and for one
+    chunk.
+    """
     key, value = keys.size("linear_key_head_dim"), keys.size("linear_value_head_dim")
     heads = keys.size("linear_num_value_heads")
     keys_width, values_width = keys.size("linear_num_key_heads") * key, heads * value
     mixed = 2 * keys_width + values_width
     position = width * (mixed + values_width + 2 * heads) + values_width * width
     position += keys.size("linear_conv_kernel_dim") * mixed
-    # Products: keys with keys and queries, weights with values; states are read twice, and written.
+    # Products: keys with keys and queries, weights with values; the state: two reads, one write.
     chunk = DELTA_CHUNK * heads * (DELTA_CHUNK * (2 * key + value) + 3 * key * value)
     return position, chunk
 
 
 def _mlp_multiplications(keys: ConfigKeys, width: int, layers: int) -> int:
-    """Return the multiplications for one position in the MLPs of all layers."""
+    """Return the number of multiplications for one position in the MLPs of all layers."""
     experts = keys.find_size("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
     inner = keys.find_size("intermediate_size", "n_inner", "ffn_dim", "ffn_hidden_size")
     inner = _mlp_width(keys, 4 * width if inner is None else inner)
@@ -212,7 +222,7 @@ def _mlp_multiplications(keys: ConfigKeys, width: int, layers: int) -> int:
     expert = keys.find_size("moe_intermediate_size", "expert_ffn_hidden_size") or inner
     per_layer = width * experts + active * gated * expert
     if (alone := keys.find_size("shared_expert_intermediate_size")) is not None:
-        per_layer += gated * alone + (width if alone else 0)  # and the gate in front of it
+        per_layer += gated * alone + (width if alone else 0)  # and the gate before it
     elif (shared := keys.find_size("shared_intermediate_size")) is not None:
         per_layer += gated * shared
     else:
@@ -223,7 +233,7 @@ def _mlp_multiplications(keys: ConfigKeys, width: int, layers: int) -> int:
 
 
 def _mlp_width(keys: ConfigKeys, inner: int) -> int:
-    """Return the inner width of MLPs, reduced and rounded if the config says so."""
+    """Return the inner width of MLPs, reduced and rounded if the config has keys for this."""
     cut, factor = keys.find("block_auto_adjust_ff_dim"), keys.find("block_ffn_dim_multiplier")
     multiple = keys.find_size("block_multiple_of") or 1
     if not cut:

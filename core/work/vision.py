@@ -15,36 +15,38 @@ FLOPs = NDArray[np.float64]
 
 @attrs.frozen
 class VisionWork:
-    """Coefficients by which the forward FLOPs of a vision tower and its projectors are computed."""
+    """
+    Coefficients from which the forward FLOPs of a vision tower and its projectors are computed.
+    """
 
     per_patch: int
     """FLOPs of the matrix products of one patch, over all layers and projectors."""
 
     per_image_pair: int
     """
-    FLOPs of attention per pair of patches of a frame, over the layers that attend within frames.
+    FLOPs of attention per pair of patches in a frame, over all layers that attend within frames.
     """
 
     per_window_pair: int
     """
-    FLOPs of attention per pair of patches of a window, over the layers that attend within windows.
+    FLOPs of attention per pair of patches in a window, over all layers that attend within windows.
     """
 
     window: int
     """
-    Patches on the side of a window, 0 without windows. Windows at the right and lower edges are
-    smaller.
+    Number of patches along the side of a window; 0 without windows. Windows at the right and lower
+    edges may be smaller.
     """
 
     def estimate_image_flops(self, images: Any, patches: Any) -> FLOPs:
         """
-        Estimate the forward FLOPs of each sample's images from their number and their patches.
+        Estimate the forward FLOPs of each sample's images from the numbers of images and patches.
 
-        All images of a sample are taken to have one size, in whole windows.
+        The estimate assumes that all images of a sample have the same size, in whole windows.
 
         Args:
             images: Number of images of each sample; shape (num_samples,).
-            patches: Patches of all images of each sample; of the same shape.
+            patches: Number of patches in all images of each sample; shape (num_samples,).
 
         >>> vision = VisionWork(per_patch=100, per_image_pair=1, per_window_pair=1, window=4)
         >>> vision.estimate_image_flops([1, 2, 0], [16, 32, 0]).tolist()
@@ -59,18 +61,19 @@ class VisionWork:
 
 def read_vision_work(config: Sizes) -> VisionWork:
     """
-    Return the work of a vision tower; ModelError if its keys fit no known kind of tower.
+    Compute the work of a vision tower; ModelError if its keys match no known kind of tower.
 
-    Known towers merge patches, which attend within their frame. Their keys tell them apart:
+    In all known towers, patches attend within their frame and are then merged. The kind of a tower
+    is recognised by its keys:
 
-    - `fullatt_block_indexes`: windows in all layers but these.
-    - `num_position_embeddings`: learned positions, with one more projector for each of
-      `deepstack_visual_indexes`.
-    - `embed_dim`: a width of the tower beside the width of the text.
+    - `fullatt_block_indexes`: all layers except these attend within windows.
+    - `num_position_embeddings`: positions are learned, and each of `deepstack_visual_indexes` adds
+      a projector.
+    - `embed_dim`: the tower's width, which differs from the text model's width.
     - `out_hidden_size` and `image_size` with `attention_bias` false: GLM-4V, whose MLPs are as wide
-      as the text.
-    - `use_absolute_position_embeddings` and the model's `downsample_ratio`: InternVL, with tiles of
-      one size.
+      as the text model.
+    - `use_absolute_position_embeddings` and the model's `downsample_ratio`: InternVL, whose tiles
+      all have the same size.
     """
     sizes = config["vision_config"]
     keys = ConfigKeys(sizes)
@@ -82,7 +85,7 @@ def read_vision_work(config: Sizes) -> VisionWork:
             _tower_work(keys, width, inner=keys.size("intermediate_size"), mlp_products=3),
             per_image_pair=_pair_flops(width) * len(full),
             per_window_pair=_pair_flops(width) * (keys.size("depth") - len(full)),
-            # A window is a whole number of merged patches wide.
+            # The width of a window is a whole number of merged patches.
             window=keys.size("window_size") // (keys.size("patch_size") * merge) * merge,
         )
     deep, merges = keys.find("deepstack_visual_indexes"), keys.find("spatial_merge_size") is not None
@@ -106,7 +109,7 @@ def _tower_work(
     channels = keys.find_size("in_channels", "in_chans") or 3
     embedding = channels * (keys.find_size("temporal_patch_size") or 2) * keys.size("patch_size") ** 2 * width
     layer = width * (4 * width + mlp_products * inner)
-    # A projector takes merge² patches at once, so each patch has a share of the product.
+    # A projector computes merge² patches together, so each patch has a share of the product.
     merged = (keys.find_size("spatial_merge_size") or 2) ** 2 * width
     projector = width * (merged + (keys.size("out_hidden_size") if out is None else out))
     return VisionWork(
@@ -118,19 +121,21 @@ def _tower_work(
 
 
 def _glm_work(keys: ConfigKeys) -> VisionWork:
-    """Return the work of GLM-4V's tower: a convolution merges patches, and an MLP projects them."""
+    """
+    Compute the work of GLM-4V's tower: a convolution merges patches, and an MLP projects them.
+    """
     width, out, inner = keys.size("hidden_size"), keys.size("out_hidden_size"), keys.size("intermediate_size")
     tower = _tower_work(keys, width, inner=out, mlp_products=3, num_projectors=0)
     merge = keys.find_size("spatial_merge_size") or 2
-    # The convolution is as wide as the patches that it merges, so each has a share of it.
+    # The convolution covers the patches that it merges, so each patch has a share of it.
     projector = PRODUCT * (width * out + out * (out + 3 * inner) // merge**2)
     return attrs.evolve(tower, per_patch=tower.per_patch + projector)
 
 
 def _tile_work(keys: ConfigKeys, ratio: float, *, text: int) -> VisionWork:
     """
-    Return the work of InternVL's tower, whose tiles count as windows. Each tile has one token more
-    than patches.
+    Compute the work of InternVL's tower. Its tiles count as windows, and each tile has one token
+    more than it has patches.
     """
     width, depth = keys.size("hidden_size"), keys.size("num_hidden_layers")
     patch, size = _side_length(keys, "patch_size"), _side_length(keys, "image_size")
@@ -149,7 +154,10 @@ def _tile_work(keys: ConfigKeys, ratio: float, *, text: int) -> VisionWork:
 
 
 def _side_length(keys: ConfigKeys, name: str) -> int:
-    """Return a side in pixels, written as a number or as a list of equal numbers."""
+    """
+    Return the length of a side in pixels, which the config has as a number or as a list of equal
+    numbers.
+    """
     found = keys.find(name)
     if isinstance(found, (list, tuple)) and len(set(found)) == 1:
         return ConfigKeys({name: found[0]}).size(name)
