@@ -1,1 +1,1 @@
-"""Records: how they are converted into samples, and how the samples are measured."""
+"""Conversion of records into samples, and measurements of samples."""

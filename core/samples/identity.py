@@ -1,10 +1,10 @@
 """
-Digests of records. A digest identifies a record by its content, whatever file holds it.
+Digests of records, which identify a record by its content, in whatever file it is.
 
-Two records are the same if their JSON values are equal. The order of keys, blanks and the format of
-the file do not matter. A key whose value is `null` counts as absent, since tables write absent
-values as null. An image inside a record counts by its size and its head, as image files do. A
-medium at a signed URL counts without the signature, which changes over time.
+Two records are the same if their JSON values are equal. The order of keys, whitespace and the
+format of the file do not matter. A key whose value is `null` counts as absent, since tables store
+absent values as null. Of an image inside a record, only its size and its first bytes are digested,
+as for image files. A signed URL is digested without its signature, which changes over time.
 """
 
 import base64
@@ -18,39 +18,44 @@ from packplan.core.samples.media import IMAGE_KEYS, IMAGE_MARKS, PART_KEYS, PATH
 from packplan.core.samples.urls import is_url, may_hold_signature, strip_signature
 
 HEAD_BYTES = 65_536
-"""Bytes of an image that are digested: its header, and enough content to tell images apart."""
+"""
+Number of bytes of an image that are digested: the header, and enough content to distinguish images.
+"""
 
 DIGEST_BYTES = 32
 
 _DATA_URI = re.compile(r"data:[\w.+-]+/[\w.+-]+;base64,")
 
 _BASE64_START = re.compile(rf"(?:{IMAGE_MARKS})[A-Za-z0-9+/]{{60}}")
-"""Beginning of an image in base64, without blanks."""
+"""Pattern for the start of an image in base64, without whitespace."""
 
 _ALPHABET = b"ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz0123456789+/"
 
 _WRITTEN = ("tools", "arguments", "parameters", "input", "content")
-"""Keys whose objects become text in their written order. `tools` may be a list of objects."""
+"""
+Keys whose objects are converted to text with their keys in the written order. `tools` may be a list
+of objects.
+"""
 
 _MEDIA = frozenset({*IMAGE_KEYS, *VIDEO_KEYS, *PART_KEYS, *PATH_KEYS})
-"""Keys of a record, in small letters, that hold media."""
+"""Lower-case keys of a record whose values are media."""
 
 _MAY_DIFFER = re.compile(rf'"(?:data:|{IMAGE_MARKS}|(?:{"|".join(_WRITTEN)})":\{{|tools":\[)')
 """
-Text in plain JSON that the canonical form may change, apart from `null`. It begins with one fixed
-character, which is found five times as fast as a choice of two.
+Pattern for JSON text that the canonical form may change, apart from `null`. It starts with one
+fixed character, because this is five times as fast as a choice of two characters.
 """
 
 _LONG, _FIRST = 4096, 2
 """
-Characters beyond which a text may be an image, so that plain JSON is not tried first; and entries
-of a list that are examined for such texts.
+Number of characters above which a text may be an image, so that plain JSON is not tried first, and
+number of list entries that are checked for such texts.
 """
 
 
 def digest_record(record: object) -> bytes:
     """
-    Return the SHA-256 of a record's content; null values and URL signatures do not count.
+    Return the SHA-256 of a record's content, ignoring null values and signatures of URLs.
 
     >>> digest_record({"a": 1, "b": None}) == digest_record({"a": 1})
     True
@@ -70,7 +75,9 @@ def digest_unreadable(texts: Iterable[bytes]) -> bytes:
 
 
 def image_base64(text: str) -> str | None:
-    """Return the base64 text of an image, from a data URI or bare base64; None for other text."""
+    """
+    Return the base64 text of an image that is a data URI or plain base64; None for any other text.
+    """
     if (prefix := _DATA_URI.match(text)) is not None:
         return text[prefix.end() :]
     if not _BASE64_START.match(text) or not text.isascii():
@@ -80,7 +87,7 @@ def image_base64(text: str) -> str | None:
 
 
 def _holds_long_text(value: Any) -> bool:
-    """Return whether an object or the first entries of a list contain a long text."""
+    """Return whether an object, or one of the first entries of a list, contains a long text."""
     for held in value.values() if isinstance(value, dict) else value[:_FIRST]:
         if isinstance(held, str):
             if len(held) > _LONG:
@@ -91,7 +98,7 @@ def _holds_long_text(value: Any) -> bool:
 
 
 def _encode_other(value: object) -> str:
-    """Return a text for a value of a type that JSON does not have."""
+    """Convert a value of a type that JSON does not have to text."""
     if isinstance(value, (bytes, bytearray, memoryview)):
         return _describe_medium(len(value), bytes(value[:HEAD_BYTES]))
     return f"{type(value).__name__} {value}"
@@ -127,7 +134,7 @@ def _canonical(value: Any) -> Any:
     if isinstance(value, str):
         if (coded := image_base64(value)) is None:
             return value
-        # Only the head is decoded: four characters for three bytes.
+        # Only the first bytes are decoded: four characters for three bytes.
         try:
             head = base64.b64decode(coded[: -(-HEAD_BYTES // 3) * 4], validate=True)[:HEAD_BYTES]
         except ValueError:

@@ -1,4 +1,4 @@
-"""Images and videos of a record, given as paths, as URLs or as the bytes of an image."""
+"""Images and videos of a record: paths, URLs or the bytes of an image."""
 
 import base64
 import contextlib
@@ -10,47 +10,53 @@ from packplan.core.samples.urls import is_url, mask_credentials
 from packplan.core.samples.values import fail, is_empty
 
 Image = str | bytes
-"""Path of an image file, its content, or its URL if URLs are read."""
+"""Path of an image file, content of an image file, or URL of an image if URLs are accepted."""
 
 IMAGE_KEYS = ("images", "image")
 
 VIDEO_KEYS = ("videos", "video")
 
 PART_KEYS = {"image": "images", "image_url": "images", "video": "videos", "video_url": "videos"}
-"""Types of message parts that show a medium -> the record's key for it."""
+"""Type of a message part that is an image or a video -> key of the record for such media."""
 
 PATH_KEYS = ("path", "url")
-"""Keys of an object that hold the path or URL of its medium."""
+"""Keys of an object whose value may be the path or URL of a medium."""
 
 _NAMING = (*PATH_KEYS, *PART_KEYS, "source")
-"""Keys of a part of a message that may hold its medium."""
+"""Keys of a message part whose value may be its medium."""
 
 _MEDIUM_SETTINGS = (
     "min_pixels", "max_pixels", "resized_height", "resized_width", "total_pixels", "fps", "nframes", "min_frames",
     "max_frames", "video_start", "video_end",
 )  # fmt: skip
 """
-Keys by which qwen_vl_utils scales and samples a single medium; ms-swift ignores them in records.
+Keys with which qwen_vl_utils scales or samples a single medium. ms-swift ignores these keys in
+records.
 """
 
 _DATA_URI = re.compile(r"data:(?P<type>[^;,]*)(?P<coded>;base64)?,")
 
 IMAGE_MARKS = "/9j/|iVBORw0KGgo|R0lGOD|UklGR|Qk[0-3]"
-"""Alternatives of a pattern: how JPEG, PNG, GIF, WebP and BMP begin in base64."""
+"""
+Alternatives of a regular expression: the first characters of JPEG, PNG, GIF, WebP and BMP in
+base64.
+"""
 
 _BASE64_START = re.compile(rf"\s*(?:{IMAGE_MARKS})[A-Za-z0-9+/\s]{{60}}")
-"""Beginning of an image in base64; `_BASE64` tells a damaged one from a path."""
+"""
+Pattern for the start of an image in base64. `_BASE64` distinguishes a damaged image from a path.
+"""
 
 INLINE_IMAGE = re.compile(f'"(?:data:image/|{_BASE64_START.pattern})')
-"""Beginning of an image inside JSON text."""
+"""Pattern for the start of an image inside JSON text."""
 
 _BASE64 = re.compile(rf"\s*(?:{IMAGE_MARKS})[A-Za-z0-9+/\s]{{60,}}={{0,2}}\s*\Z")
-"""An image in base64. A path differs by the dot before its extension."""
+"""Pattern for an image in base64. A path does not match because of the dot before its extension."""
 
 _SCHEME = re.compile(r"(?P<name>[A-Za-z][A-Za-z0-9+.-]+)://")
 
 _LONGEST_PATH = 4096
-"""Limit of characters of a path on Linux."""
+"""Maximum number of characters in a path on Linux."""
 
 
 VIDEO_TAG = "<video>"
@@ -60,7 +66,7 @@ _WRITE = "write a path, or a list of the paths of its frames"
 
 def to_images(value: object, *, urls: bool = False) -> list[Image]:
     """
-    Return the images of a record: each is a path, the bytes of a file, or a URL.
+    Return the images of a record, each as a path, the bytes of a file, or a URL.
 
     Args:
         value: Value under the record's `images`.
@@ -70,7 +76,7 @@ def to_images(value: object, *, urls: bool = False) -> list[Image]:
     ['a.png', 'b.png']
 
     Raises:
-        ValueError: An image is invalid, or at a URL that is not accepted.
+        ValueError: An image is invalid, or a URL although URLs are not accepted.
     """
     if value is None or (isinstance(value, (str, bytes, list, Mapping)) and not value):
         return []
@@ -96,19 +102,20 @@ def _to_image(image: Any, *, urls: bool) -> Image:
 
 
 def refuse_media_settings(described: Mapping[str, Any]) -> None:
-    """Refuse settings such as `max_pixels` on a single image or video: they would be ignored."""
+    """
+    Raise an error if a single image or video has settings such as `max_pixels`, which would be
+    ignored.
+    """
     if name := next((name for name in _MEDIUM_SETTINGS if described.get(name) is not None), None):
-        fail(
-            f"has {name!r} of one image or video, which would be ignored: remove it; the template's value holds for all"
-        )
+        fail(f"has {name!r} of one image or video, which would be ignored: remove it; the template's value is for all")
 
 
 def shows_medium(part: Any) -> bool:
     """
-    Return whether a part of a message stands for an image or a video.
+    Return whether a message part is an image or a video.
 
-    It does if it holds or names the medium, or has only a type, which stands for the next medium of
-    its record.
+    Such a part contains the medium or its path, or has only a type. A type alone means the next
+    medium of the record.
     """
     held = {name for name, value in part.items() if not is_empty(value)} if isinstance(part, Mapping) else set()
     kind = part["type"] if "type" in held else None
@@ -117,7 +124,8 @@ def shows_medium(part: Any) -> bool:
 
 def _image_from_base64(image: str) -> bytes | None:
     """
-    Return the bytes of an image in base64, None for other text; ValueError if it cannot be decoded.
+    Return the bytes of an image in base64, or None for any other text; ValueError if the image
+    cannot be decoded.
     """
     if not _BASE64_START.match(image):
         return None
@@ -130,7 +138,7 @@ def _image_from_base64(image: str) -> bytes | None:
 
 
 def _image_from_uri(image: str) -> bytes:
-    """Return the bytes of an image in a data URI; ValueError if it is invalid."""
+    """Return the bytes of an image in a data URI; ValueError if the URI is invalid."""
     uri = _DATA_URI.match(image)
     if uri is None or uri["coded"] is None or not uri["type"].lower().startswith("image/"):
         fail(f"has the image {image[:60]!r}: a data URI has to begin with data:image/…;base64,")
@@ -139,7 +147,7 @@ def _image_from_uri(image: str) -> bytes:
 
 def _decode_base64(text: object, where: str) -> bytes:
     try:
-        # Few have blanks, whose removal takes time.
+        # Few texts contain whitespace, and removing it takes time.
         with contextlib.suppress(ValueError):
             return base64.b64decode(str(text), validate=True)
         return base64.b64decode("".join(str(text).split()), validate=True)
@@ -148,7 +156,7 @@ def _decode_base64(text: object, where: str) -> bytes:
 
 
 def _require_path(text: str, what: str, *, urls: bool) -> str:
-    """Return *text* if it is the path or the accepted URL of a medium; ValueError otherwise."""
+    """Return *text* if it is a path or an accepted URL of a medium; ValueError otherwise."""
     scheme = _SCHEME.match(text)
     if len(text) > _LONGEST_PATH:
         remedy = f"it is {'neither a path nor base64' if what == 'image' else 'not a path'}: write it to a file"
@@ -163,12 +171,12 @@ def _require_path(text: str, what: str, *, urls: bool) -> str:
 
 
 Video = str | tuple[str, ...]
-"""Path of a video file, or the paths of its frames in order."""
+"""Path of a video file, or the paths of the video's frames in order."""
 
 
 def to_videos(value: object, *, urls: bool = False) -> list[Video]:
     """
-    Return the videos of a record: each is a path, a URL, or a tuple of the paths of its frames.
+    Return the videos of a record, each as a path, a URL, or a tuple of the paths of its frames.
 
     Args:
         value: Value under the record's `videos`.
@@ -195,7 +203,7 @@ def _to_video(video: Any, *, urls: bool) -> Video:
 
 
 def _video_path(value: Any, what: str, *, urls: bool) -> str:
-    """Return the path of a video or of a frame; refuse other values."""
+    """Return the path of a video or of a frame; ValueError for any other value."""
     if isinstance(value, Mapping):
         value = value.get("path")
     if not isinstance(value, str) or not value:

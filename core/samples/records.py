@@ -1,9 +1,9 @@
 """
 Conversion of records into chat messages.
 
-A record has one of the shapes of `core.samples.shapes`, or is a dense caption (`images`, `objects`
-with a `desc` and a `bbox_2d` or `poly`, `width`, `height`, optionally `summary`), which is
-converted into messages here.
+A record has one of the shapes of `core.samples.shapes`, or is a dense caption, which this module
+converts into messages. A dense caption has `images`, `width`, `height`, `objects` (each with a
+`desc` and a `bbox_2d` or `poly`), and optionally a `summary`.
 """
 
 import json
@@ -49,8 +49,8 @@ REFUSED = {
     "chat_template_kwargs": "a template is set for all records, in the section 'template': remove it",
 }
 """
-Refused keys of a record -> remedy. ms-swift or similar programs give them a meaning that is not
-supported here. All other unknown keys are ignored.
+Refused key of a record -> remedy. ms-swift or similar programs read these keys in a way that
+Packplan does not support. All other unknown keys are ignored.
 """
 
 _READ_OF_MESSAGES = ("role", "content", "loss", "loss_scale")
@@ -58,15 +58,18 @@ _READ_OF_MESSAGES = ("role", "content", "loss", "loss_scale")
 _KNOWN_IN_MESSAGES = {*_READ_OF_MESSAGES, *NOTES}
 
 _KNOWN_OF_RESPONSES = {"name", "tool_call_id"}
-"""Further keys of a tool's answer. Agent templates may read the first; the second is ignored."""
+"""Further keys of a tool's answer. Agent templates may read `name`; `tool_call_id` is ignored."""
 
 _KNOWN_ROLES = ("system", "user", "assistant", CALL, RESPONSE)
 
 _TRAINED = {"assistant", CALL}
-"""Roles of messages that the model learns to write."""
+"""Roles of messages whose text is trained."""
 
 MAX_WEIGHT = 1_000_000
-"""Largest weight of a message in the loss. Beyond it, float32 would lose the others."""
+"""
+Maximum weight of a message in the loss. With a larger weight, float32 sums would lose the other
+messages.
+"""
 
 _REFUSED_IN_MESSAGES = {
     **dict.fromkeys(
@@ -78,12 +81,12 @@ _REFUSED_IN_MESSAGES = {
     "images": f"write the images into the record's 'images', and {IMAGE_TAG} into 'content', or remove it",
     **dict.fromkeys(("weight", "train"), "write 'loss': false where a message is not to be trained, or remove it"),
 }
-"""Refused keys of a message -> remedy. `_OTHERWISE` is the remedy for other keys."""
+"""Refused key of a message -> remedy. `_OTHERWISE` is the remedy for all other unknown keys."""
 
 _OTHERWISE = "write what it says into 'content', or remove it"
 
 _GEOMETRY = {"bbox_2d": 4, "poly": 6}
-"""Kind of geometry -> least number of coordinates."""
+"""Kind of geometry -> minimum number of coordinates."""
 
 
 @attrs.frozen
@@ -95,21 +98,21 @@ class MessageOptions:
     literal_image_tags: bool = False
 
     urls: bool = False
-    """Whether images and videos may be URLs, since `media_cache` is set."""
+    """Whether images and videos may be URLs, which they may if `media_cache` is set."""
 
 
 def to_messages(shaped: ShapedRecord, options: MessageOptions) -> dict[str, Any]:
     """
     Convert a record into ms-swift's form.
 
-    This is `messages`, and `tools`, `images`, `videos` and `channel` if the record has them.
+    The result has `messages`, and `tools`, `images`, `videos` and `channel` if the record has them.
 
     Args:
         shaped: Result of `to_shape` for the record.
         options: Options of the run.
 
     Raises:
-        ValueError: The record is invalid. The message is for its author.
+        ValueError: The record is invalid. The message says what is wrong with the record.
 
     >>> from packplan.core.samples.shapes import to_shape
     >>> dots = [{"desc": "red dot", "bbox_2d": [1, 2, 3, 4]}]
@@ -129,12 +132,12 @@ def to_messages(shaped: ShapedRecord, options: MessageOptions) -> dict[str, Any]
         fail(f"has the 'system' {system!r}, but it has to be a text")
     if system and messages[0]["role"] == "system":
         fail("has 'system' and a system message: keep one")
-    if system is not None and messages[0]["role"] != "system":  # an empty one stands for none
+    if system is not None and messages[0]["role"] != "system":  # an empty message counts as none
         messages = [{"role": "system", "content": system}, *messages]
     if images or not options.literal_image_tags:
         messages = _add_tags(messages, IMAGE_TAG, "image", len(images))
     videos = to_videos(record.get("videos"), urls=options.urls)
-    if videos:  # without one, <video> in a text is text
+    if videos:  # without a video, <video> in a text is plain text
         messages = _add_tags(messages, VIDEO_TAG, "video", len(videos))
     more = {"tools": to_tools(record.get("tools")), "images": images, "videos": videos}
     channel = {} if record.get("channel") is None else {"channel": str(record["channel"])}
@@ -143,8 +146,8 @@ def to_messages(shaped: ShapedRecord, options: MessageOptions) -> dict[str, Any]
 
 def _add_tags(messages: list[dict[str, Any]], tag: str, name: str, number: int) -> list[dict[str, Any]]:
     """
-    Return messages with one tag per image or video. If they have none, all are put before the first
-    user message; another number is refused.
+    Return messages with one tag for each image or video. If there is no tag, all tags are added
+    before the first user message. Any other number of tags is an error.
     """
     tags = sum(message["content"].count(tag) for message in messages)
     if tags == number:
@@ -165,7 +168,10 @@ def _add_tags(messages: list[dict[str, Any]], tag: str, name: str, number: int) 
 
 
 def _refuse_keys(record: Mapping[str, Any]) -> None:
-    """Refuse keys of a record and its messages that ms-swift knows but that would be ignored."""
+    """
+    Raise an error for keys of a record or its messages that ms-swift knows but that would be
+    ignored.
+    """
     found = [name for name in record if name.lower() in REFUSED and has(record, name)]  # in any letter case
     inner = [*dict.fromkeys(chain.from_iterable(map(_unread_keys, record.get("messages", ()))))]
     also = f"a message with {quoted(inner)}, which would be ignored" if inner else ""
@@ -183,13 +189,13 @@ def _refuse_keys(record: Mapping[str, Any]) -> None:
 
 
 def _unread_keys(message: Mapping[str, Any]) -> list[str]:
-    """Return keys of a message that say something and would be ignored."""
+    """Return the keys of a message that have a value but would be ignored."""
     known = _KNOWN_IN_MESSAGES | _KNOWN_OF_RESPONSES if message.get("role") == RESPONSE else _KNOWN_IN_MESSAGES
     return [name for name, held in message.items() if name not in known and not is_empty(held)]
 
 
 def _refuse_weights(message: Mapping[str, Any]) -> None:
-    """Refuse a loss or a weight of a message that would be ignored."""
+    """Raise an error if a message has a loss or a weight that is invalid or would be ignored."""
     role, loss, weight = message["role"], message.get("loss"), message.get("loss_scale")
     if loss not in (None, 0, 1):
         fail(f"has a message with the loss {loss!r}, which would be ignored: remove it, or write true or false")
@@ -213,7 +219,7 @@ def _checked_messages(value: list[Any]) -> list[dict[str, Any]]:
             fail(f"has a message with the role {message.get('role')!r}; known are {', '.join(_KNOWN_ROLES)}")
         _refuse_weights(message)
         _refuse_order(messages, message)
-        # `loss` and `loss_scale` steer what ms-swift trains, and pass through.
+        # `loss` and `loss_scale` decide what ms-swift trains, and are kept.
         read = (*_READ_OF_MESSAGES, "name") if message["role"] == RESPONSE else _READ_OF_MESSAGES
         messages.append({name: message[name] for name in read if message.get(name) is not None})
     last = messages[-1]
@@ -227,7 +233,7 @@ def _checked_messages(value: list[Any]) -> list[dict[str, Any]]:
 
 
 def _refuse_order(before: list[dict[str, Any]], message: Mapping[str, Any]) -> None:
-    """Refuse a message whose role cannot follow the messages *before* it."""
+    """Raise an error if a message's role cannot follow the messages *before* it."""
     role, previous = message["role"], before[-1] if before else None
     if role == "system" and before:
         fail("has a system message after other messages: write one, at the beginning")

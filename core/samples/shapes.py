@@ -2,8 +2,8 @@
 Conversion of common shapes of records into messages.
 
 ms-swift reads messages in several notations, and columns of many names as a question and its
-answer. This module reads them in the same way. If ms-swift would leave something out, or choose
-between two columns, the functions here refuse the record with a remedy.
+answer. This module reads records in the same way. It refuses a record, with a remedy, if ms-swift
+would ignore a part of it or choose between two columns.
 """
 
 from collections import defaultdict
@@ -20,10 +20,13 @@ from packplan.core.samples.values import fail, has, is_empty, parse_literal
 IMAGE_TAG = "<image>"
 
 Media = defaultdict[str, list[Any]]
-"""Images and videos from inside messages, by the record's keys for them."""
+"""Key of a record (`images` or `videos`) -> media from inside its messages."""
 
 _NAMED_BY_RECORD = "named by the record"
-"""Key of `Media` with the record's key for each part that shows the next medium of its record."""
+"""
+Key of `Media` that lists `images` or `videos` for each message part that refers to the record's
+next medium.
+"""
 
 MESSAGE_KEYS = ("messages", "conversations", "conversation")
 
@@ -42,18 +45,21 @@ RECORD_KEYS = frozenset(
         "history", "objects", "summary", "channel", "tools",
     }
 )  # fmt: skip
-"""Keys that some shape reads, in lower or upper case."""
+"""Keys that at least one shape reads, in lower or upper case."""
 
 NOTES = ("id", "index", "source", "model", "language", "timestamp")
-"""Keys of a record or a message that say nothing to the model, and are ignored."""
+"""Keys of a record or a message that contain nothing to train on, and are ignored."""
 
 _CONTEXTS = ("context", "passage", "document", "article")
-"""Keys, in any letter case, of texts that a question is about."""
+"""Keys, in any letter case, of texts to which a question refers."""
 
 _ANSWERED = (
     "query", "response", "history", "instruction", "output", "prompt", "completion", "question", "answer",
 )  # fmt: skip
-"""Keys that exclude `objects` in a record. The first three exclude `messages` too."""
+"""
+Keys that a record with `objects` must not have. A record with `messages` must not have the first
+three.
+"""
 
 _ROLES = {
     "user": "user",
@@ -70,44 +76,45 @@ _ROLES = {
     "observation": RESPONSE,
     "observations": RESPONSE,
 }
-"""Names of roles in messages -> roles of ms-swift."""
+"""Name of a role in messages -> role of ms-swift."""
 
 _LOSSES = ("weight", "train")
-"""Keys of messages by which other programs say 0 or 1, whether the message is trained."""
+"""Keys of messages with which other programs set whether a message is trained (1) or not (0)."""
 
 MESSAGES, DENSE = "messages of role and content", "dense captions"
 
 MIXABLE = frozenset({MESSAGES, DENSE})
 """
-Shapes that one file may mix. Their keys differ, so that no record is taken for the other shape.
+Shapes that one file may mix. Their keys differ, so that a record is never mistaken for the other
+shape.
 """
 
 
 _KINDS = {int: "a number", float: "a number", bool: "true or false", dict: "an object", bytes: "bytes"}
-"""Types of values -> names in messages."""
+"""Type of a value -> its name in error messages."""
 
 _SHOWN = 8
-"""Limit of keys that a message names."""
+"""Maximum number of keys that an error message names."""
 
 
 @attrs.frozen
 class ShapedRecord:
-    """Record with the keys that `to_messages` reads, and the name of the shape it had."""
+    """Record converted to the keys that `to_messages` reads, and the name of its original shape."""
 
     shape: str
 
     record: Mapping[str, Any]
-    """The record's `messages`, `images`, `system`, `objects` and other keys, under these names."""
+    """The record with keys such as `messages`, `images`, `system` and `objects`."""
 
 
 def to_shape(record: object, columns: Mapping[str, str | None] | None = None) -> ShapedRecord:
     """
-    Recognise the shape of a record and convert it into messages; dense captions stay unconverted.
+    Recognise the shape of a record, and convert it into messages unless it is a dense caption.
 
     Args:
         record: One JSON value of a data file.
-        columns: Key in the record -> key that a shape reads, one of `RECORD_KEYS`, or None to
-            ignore it, in messages too.
+        columns: Key in the record -> key of `RECORD_KEYS` as which it is read, or None to ignore
+            the key, also in messages.
 
     Raises:
         ValueError: The record has no known shape, or a part of it would be ignored.
@@ -137,14 +144,16 @@ def to_shape(record: object, columns: Mapping[str, str | None] | None = None) ->
 
 
 def shape_name(record: object, columns: Mapping[str, str | None]) -> str:
-    """Return the name of a record's shape. Unknown keys are ignored; see `to_shape`."""
+    """Return the name of a record's shape, ignoring unknown keys; see `to_shape`."""
     if isinstance(record, Mapping):
         record = {name: held for name, held in record.items() if name in columns or name.lower() in RECORD_KEYS}
     return to_shape(record, columns).shape
 
 
 def _refuse_unknown_shape(record: Mapping[str, Any]) -> NoReturn:
-    """Refuse a record of no known shape; the message names missing or unmapped keys."""
+    """
+    Raise an error for a record without a known shape. The message names missing or unmapped keys.
+    """
     empty = [*((name, "message") for name in MESSAGE_KEYS), ("objects", "object")]
     for known, held in (*empty, *((name, "text") for name in RESPONSE_KEYS)):
         if known in record:
@@ -157,9 +166,9 @@ def _refuse_unknown_shape(record: Mapping[str, Any]) -> NoReturn:
 
 def rename_keys(record: Mapping[str, Any], columns: Mapping[str, str | None]) -> Mapping[str, Any]:
     """
-    Return a record whose keys are renamed by *columns*; two keys of one name are refused.
+    Rename the keys of a record by *columns*; raise an error if two keys get the same name.
 
-    Keys that a shape reads are written in lower case.
+    Keys that a shape reads are converted to lower case.
     """
     renamed: dict[str, Any] = {}
     for name, held in record.items():
@@ -174,7 +183,9 @@ def rename_keys(record: Mapping[str, Any], columns: Mapping[str, str | None]) ->
 
 
 def _drop_keys(value: Any, name: str, ignored: Collection[str]) -> Any:
-    """Return the value of key *name* of a record; messages in it lose the *ignored* keys."""
+    """
+    Return the value of a record's key *name*, with the *ignored* keys removed from its messages.
+    """
     messages = parse_literal(value, "'messages'") if name == "messages" else value
     if name not in {"messages", *QUERY_KEYS, *RESPONSE_KEYS} or not _is_chat(messages):
         return value
@@ -182,18 +193,27 @@ def _drop_keys(value: Any, name: str, ignored: Collection[str]) -> Any:
 
 
 def quoted(names: Sequence[str]) -> str:
-    """Return key names in quotes for a message; of many names, only the first ones."""
+    """
+    Return key names in quotes for an error message. If there are many names, only the first ones
+    are listed.
+    """
     return ", ".join(repr(name[:40]) for name in names[:_SHOWN]) + (", …" if len(names) > _SHOWN else "")
 
 
 def ignoring(names: Sequence[str]) -> str:
-    """Return the end of a message that refuses keys: the `columns` entry that would ignore them."""
+    """
+    Return the end of an error message about keys: the `columns` entry with which the keys are
+    ignored.
+    """
     listed = ", ".join(f"{name[:40]}: null" for name in names[:_SHOWN]) + (", …" if len(names) > _SHOWN else "")
     return f"; or ignore {'them' if len(names) > 1 else 'it'}, as {{{listed}}}"
 
 
 def _merge_synonyms(record: Mapping[str, Any], names: Sequence[str]) -> Mapping[str, Any]:
-    """Return a record with its value of one of *names* under the first; refuse values of two."""
+    """
+    Rename the synonym that a record has to the first of *names*; raise an error if the record has
+    two synonyms.
+    """
     found = [name for name in names if has(record, name)]
     if len(found) > 1:
         fail(f"has {found[0]!r} and {found[1]!r}, which mean the same: remove one")
@@ -228,14 +248,19 @@ def _from_messages(record: Mapping[str, Any]) -> ShapedRecord:
 
 
 def _normalise_messages(messages: Sequence[Mapping[str, Any]], media: Media) -> list[dict[str, Any]]:
-    """Return messages of role and text only; images and videos in them go to *media*."""
+    """
+    Return messages that have only a role and text. Images and videos in the messages are moved to
+    *media*.
+    """
     said = [message for message in map(_normalise_role, messages) if not _is_null_system(message)]
     called = map(to_text_content, split_calls(said))
     return [_flatten_content(message, media) for message in split_parts(called)]
 
 
 def _add_media(record: Mapping[str, Any], media: Media) -> Mapping[str, Any]:
-    """Return a record with the images and videos of its messages added, if it has no other."""
+    """
+    Add the images and videos of a record's messages to the record; raise an error if it has others.
+    """
     for name in media.pop(_NAMED_BY_RECORD, ()):
         if not has(record, name):
             fail(f"has a part of a message that shows one of its {name}, but it has none: name it in the part")
@@ -246,7 +271,10 @@ def _add_media(record: Mapping[str, Any], media: Media) -> Mapping[str, Any]:
 
 
 def _normalise_role(message: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a message with the keys `role` and `content`; refuse two values for one."""
+    """
+    Return a message with the keys `role` and `content`; raise an error if one of them has two
+    values.
+    """
     converted = {name: held for name, held in message.items() if name not in {"from", "value"}}
     for name, other in (("role", "from"), ("content", "value")):
         if other in message:
@@ -263,12 +291,15 @@ def _normalise_role(message: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _is_null_system(message: Mapping[str, Any]) -> bool:
-    """Return whether a message is a system prompt with null content, as some exports write."""
+    """Return whether a message is a system prompt with null content, which some exports write."""
     return message.get("role") == "system" and all(held is None for name, held in message.items() if name != "role")
 
 
 def _refuse_answer_first(messages: Sequence[Mapping[str, Any]]) -> None:
-    """Refuse an assistant's message before the first user's: roles may be swapped."""
+    """
+    Raise an error if an assistant's message comes before the first user message, since the roles
+    may be swapped.
+    """
     roles = [message.get("role") for message in messages]
     if "assistant" not in roles or "user" not in roles or roles.index("user") < (first := roles.index("assistant")):
         return
@@ -280,7 +311,10 @@ def _refuse_answer_first(messages: Sequence[Mapping[str, Any]]) -> None:
 
 
 def _flatten_content(message: dict[str, Any], media: Media) -> dict[str, Any]:
-    """Return a message with its content as one text; its images and videos are added to *media*."""
+    """
+    Return a message with its content as one text. Images and videos in the content are moved to
+    *media*.
+    """
     content = message.get("content")
     if not isinstance(content, list):
         return message
@@ -288,7 +322,10 @@ def _flatten_content(message: dict[str, Any], media: Media) -> dict[str, Any]:
 
 
 def _flatten_part(part: object, media: Media) -> str:
-    """Return a part's text, or the tag of an image or video, added to *media*; refuse bad parts."""
+    """
+    Return the text of a part, or the tag of an image or video, which is moved to *media*; raise an
+    error for an invalid part.
+    """
     kind = part.get("type") if isinstance(part, Mapping) else None
     if not isinstance(part, Mapping) or not isinstance(kind, str):
         fail("has a part of a message that is not an object with a type: write a text, or a list of such objects")
@@ -313,7 +350,10 @@ def _flatten_part(part: object, media: Media) -> str:
 
 
 def _source_image(source: Mapping[str, Any]) -> str:
-    """Return the image in the `source` of a part, as a URL or a data URI; refuse others."""
+    """
+    Return the image in the `source` of a part as a URL or a data URI; raise an error for any other
+    source.
+    """
     if source.get("type") == "base64" and isinstance(source.get("data"), str):
         return f"data:{source.get('media_type')};base64,{source['data']}"
     if isinstance(source.get("url"), str):
@@ -364,8 +404,8 @@ def _from_columns(record: Mapping[str, Any]) -> ShapedRecord:
 
 def _refuse_lost_texts(record: Mapping[str, Any], asked: str, answer: str) -> None:
     """
-    Refuse a text that would be ignored: one beside an answer without a question, or the context of
-    a question.
+    Raise an error if a text would be ignored: a text beside an answer without a question, or the
+    context of a question.
     """
     read = {*RECORD_KEYS, *NOTES} - {*RESPONSE_KEYS} | {answer}
     is_bare = not asked and answer != "text" and not has(record, "history") and not _is_chat(record[answer])
@@ -380,7 +420,10 @@ def _refuse_lost_texts(record: Mapping[str, Any], asked: str, answer: str) -> No
 
 
 def _read_alpaca_query(record: Mapping[str, Any]) -> tuple[str, str]:
-    """Return the query of an alpaca record, its instruction and input in one, and their key."""
+    """
+    Return the query of an alpaca record, which joins its instruction and its input, and the query's
+    key.
+    """
     parts = {name: record[name] for name in ("instruction", "input") if has(record, name)}
     for name, part in parts.items():
         if not isinstance(part, str):
@@ -393,13 +436,13 @@ def _read_alpaca_query(record: Mapping[str, Any]) -> tuple[str, str]:
 
 def _find_key(record: Mapping[str, Any], names: Sequence[str]) -> str:
     """
-    Return the key of a question or an answer: the first of *names*, or the only one in the record,
-    or an empty text. Refuse several keys without the first.
+    Return the record's key of a question or an answer: the first of *names*, else the only one,
+    else an empty text. Raise an error if the record has several of *names* but not the first.
     """
     found = [name for name in names if has(record, name)]
     if len(found) > 1 and found[0] != names[0]:
         fail(
-            f"has {found[0]!r} and {found[1]!r}, and one would be ignored: say which one is the {names[0]}, "
+            f"has {found[0]!r} and {found[1]!r}, and one would be ignored: choose which one is the {names[0]}, "
             f"as {{{found[0]}: {names[0]}}}",
             argument="columns",
         )
@@ -419,7 +462,8 @@ def _history_messages(record: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
 
 def _turn_messages(query: object, response: object, names: tuple[str, str]) -> Iterator[dict[str, Any]]:
     """
-    Yield the messages of one question and answer, without null; refuse values that are not text.
+    Yield the messages of one question and answer, without null values; raise an error if a value is
+    not a text.
     """
     for role, text, name in (("user", query, names[0]), ("assistant", response, names[1])):
         if text is None:
@@ -434,14 +478,16 @@ def _is_chat(value: object) -> bool:
 
 
 def _chat_messages(value: Any, role: str, media: Media) -> list[dict[str, Any]]:
-    """Return the messages in a question or an answer, or its text as one message of *role*."""
+    """
+    Return the messages in a question or an answer; a plain text becomes one message of *role*.
+    """
     if _is_chat(value):
         return _normalise_messages(value, media)
     return [] if value is None else [{"role": role, "content": value}]
 
 
 def _describe_keys(record: Mapping[str, Any]) -> str:
-    """Return a text that lists a record's keys and says how to map them."""
+    """Return a text with a record's keys and how to map them."""
     names = [name for name in record if isinstance(name, str) and has(record, name)]
     if not names:
         return "none of its keys has a value"

@@ -1,8 +1,8 @@
 """
 Measurements of samples, and tables of them.
 
-The tables are stored with the plan, beside the data files and the bad records. When a sample is
-fetched, its measurement is compared with the stored one.
+The tables are stored with the plan, together with the list of data files and of bad records. When a
+sample is fetched in training, its measurement is compared with the stored measurement.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from packplan.core.fingerprint import field_differences
 from packplan.core.lengths import IntArray
 
 UNKNOWN = -1
-"""Row of a record that is not in a table of known lengths."""
+"""Row index of a record that is not in a table of known lengths."""
 
 
 @attrs.frozen
@@ -33,12 +33,14 @@ class Measurement:
     """Tokens in the forward pass, image tokens included."""
 
     supervised: int
-    """Tokens that the loss counts: labels that are not ignored, without the first position."""
+    """
+    Number of tokens that the loss counts: labels that are not ignored, except the first position.
+    """
 
     images: int
 
     patches: int
-    """Vision patches of all images, before merging."""
+    """Number of vision patches of all images, before merging."""
 
     cut: bool = attrs.field(default=False, converter=bool)
     """Whether the template truncated the sample."""
@@ -46,20 +48,20 @@ class Measurement:
     videos: int = 0
 
     frames: int = 0
-    """Frames sampled from all videos."""
+    """Number of frames sampled from all videos."""
 
     video_patches: int = 0
-    """Vision patches of all videos, of two frames each, before merging."""
+    """Number of vision patches of all videos, before merging. A patch covers two frames."""
 
     bad: bool = attrs.field(default=False, converter=bool)
-    """Whether the record cannot become a sample; then all other fields are 0."""
+    """Whether the record cannot become a sample. If so, all other fields are 0."""
 
     def differences(self, fetched: Measurement) -> tuple[Difference, ...]:
-        """Return the fields in which the *fetched* sample differs from this planned one."""
+        """Return the fields that differ between this planned sample and the *fetched* sample."""
         return field_differences(self, fetched)
 
     def __add__(self, other: Measurement) -> Measurement:
-        """Return the sum of two measurements; it counts as truncated if one of the two is."""
+        """Return the sum of two measurements. It counts as truncated if at least one of them is."""
         return Measurement(*map(operator.add, to_row(self), to_row(other)))
 
     def __sub__(self, other: Measurement) -> Measurement:
@@ -71,7 +73,7 @@ COLUMNS = tuple(field.name for field in attrs.fields(Measurement))
 """Columns of a table of measurements, in order."""
 
 NOTHING = Measurement(0, 0, 0, 0)
-"""Measurement of no record, from which sums begin."""
+"""Measurement of no record, the start of a sum."""
 
 BAD = Measurement(0, 0, 0, 0, bad=True)
 """Measurement of a record that cannot become a sample."""
@@ -105,7 +107,7 @@ class MediaFacts:
     """
     Size and digest of an image or video file when it was measured.
 
-    They reveal a changed file without decoding it.
+    With these values, a changed file is detected without decoding it.
     """
 
     num_bytes: int
@@ -117,21 +119,24 @@ class MediaFacts:
 
     head: int
     """
-    First eight bytes of the SHA-256 of the first 64 KiB, as a signed number. For a video, of the
-    first and last 64 KiB.
+    First eight bytes of a SHA-256, as a signed number. The digest covers the first 64 KiB of an
+    image file, and the first and last 64 KiB of a video file.
     """
 
     num_frames: int = 0
-    """Frames of a video, from its container; 0 for an image."""
+    """Number of frames of a video, read from its container; 0 for an image."""
 
     milliseconds: int = 0
-    """Duration of a video; 0 for an image."""
+    """Duration of a video in milliseconds; 0 for an image."""
 
     decoded: int = 0
-    """1 if a video is decoded to be measured, since its container gives too little information."""
+    """
+    1 if the video had to be decoded to be measured, because its container has too little
+    information.
+    """
 
     def differences(self, current: MediaFacts) -> tuple[Difference, ...]:
-        """Return the fields in which the *current* file differs from this measured one."""
+        """Return the fields that differ between this measured file and the *current* file."""
         return field_differences(self, current)
 
 
@@ -140,8 +145,8 @@ MEDIA_COLUMNS = tuple(field.name for field in attrs.fields(MediaFacts))
 
 MediaTable = NDArray[np.int64]
 """
-Images and videos of many samples, by sample, images first: int64 of shape (num_images + num_videos,
-len(MEDIA_COLUMNS)).
+Images and videos of many samples, ordered by sample, images before videos: int64 of shape
+(num_images + num_videos, len(MEDIA_COLUMNS)).
 """
 
 
@@ -152,17 +157,17 @@ class MeasuredSample:
     measurement: Measurement
 
     media: tuple[MediaFacts, ...] = ()
-    """Facts of the images of the sample, then of its videos."""
+    """Facts of the sample's images, then facts of its videos."""
 
 
 class ShortcutError(Exception):
     """
-    A shortcut measured a sample wrongly, so it is no longer used.
+    A shortcut measured a sample wrongly, so the shortcut must no longer be used.
 
     Args:
         where: File and line of the record, or its index.
         quick: Measurement by the shortcut, in the order of `COLUMNS`.
-        encoded: Measurement by encoding.
+        encoded: Measurement of the fully encoded sample, in the order of `COLUMNS`.
     """
 
     def __init__(self, where: str, quick: tuple[int, ...], encoded: tuple[int, ...]) -> None:
@@ -174,11 +179,14 @@ class ShortcutError(Exception):
 
 
 RecordOutcome = MeasuredSample | RecordError
-"""Result of measuring a record. The error of a bad record is a value, since measuring goes on."""
+"""
+Result of measuring a record. The error of a bad record is returned and not raised, so that
+measuring continues.
+"""
 
 
 def to_tables(outcomes: Iterable[RecordOutcome]) -> tuple[Table, MediaTable]:
-    """Return the table of measurements, with `BAD` for each error, and the table of all media."""
+    """Return the table of measurements, with `BAD` for each bad record, and the media table."""
     measured = [MeasuredSample(BAD) if isinstance(one, RecordError) else one for one in outcomes]
     rows = np.array([to_row(one.measurement) for one in measured], dtype=np.int32)
     media = np.array([attrs.astuple(image) for one in measured for image in one.media], dtype=np.int64)
@@ -187,12 +195,12 @@ def to_tables(outcomes: Iterable[RecordOutcome]) -> tuple[Table, MediaTable]:
 
 def from_tables(table: Table, media: MediaTable, indices: Iterable[int]) -> Iterator[MeasuredSample]:
     """
-    Yield the measurements of some records of a table.
+    Yield the measurements of selected records.
 
     Args:
         table: Measurements of all records; int32, shape (num_records, num_columns).
         media: Media table of the same records; int64, shape (num_media, num_media_columns).
-        indices: Records to read, each from 0.
+        indices: Indices of the selected records, from 0.
     """
     ends = np.cumsum(num_media(table))
     for index in indices:
@@ -203,21 +211,22 @@ def from_tables(table: Table, media: MediaTable, indices: Iterable[int]) -> Iter
 
 @attrs.frozen
 class VideoTotals:
-    """Number of videos of many samples, and their total frames, patches and seconds."""
+    """Totals over the videos of many samples: videos, frames, patches and seconds."""
 
     videos: int
 
     frames: int
-    """Frames sampled from the videos."""
+    """Number of frames sampled from all videos."""
 
     patches: int
 
     seconds: float
-    """Duration of all videos."""
+    """Total duration of all videos in seconds."""
 
     decoded: int
     """
-    Videos that were decoded to be measured, since their containers give too little information.
+    Number of videos that had to be decoded to be measured, because their containers have too little
+    information.
     """
 
 
@@ -247,11 +256,12 @@ Identities = NDArray[np.bytes_]
 
 def identity_with_media(digest: str, folder: str) -> str:
     """
-    Return the identity of a record with media: its digest and its media folder in one digest.
+    Return the identity of a record with media: a digest of the record's digest and its media
+    folder.
 
     Args:
         digest: Digest of the record.
-        folder: Folder that relative paths of the record's media start from.
+        folder: Folder to which the paths of the record's media are relative.
     """
     return hashlib.sha256(f"{digest}\n{folder}".encode()).hexdigest()
 
@@ -259,13 +269,14 @@ def identity_with_media(digest: str, folder: str) -> str:
 @attrs.frozen(eq=False)
 class KnownLengths:
     """
-    Measurements of records, looked up by a record's identity.
+    Measurements of records, which are found by the identity of a record.
 
-    The identity of a record of text is its digest, of one with media its `identity_with_media`.
+    The identity of a text record is its digest. The identity of a record with media is the result
+    of `identity_with_media`.
     """
 
     identities: Identities
-    """Identity of each row."""
+    """Identity of the record in each row."""
 
     table: Table
     """Measurements of the same records; int32, shape (num_records, num_columns)."""
@@ -275,7 +286,7 @@ class KnownLengths:
 
     @cached_property
     def _sorted_samples(self) -> tuple[Identities, IntArray]:
-        """Identities of the records that are not bad, in order, and their rows."""
+        """Sorted identities of the records that are not bad, and the rows of these records."""
         rows = sample_indices(self.table)
         rows = rows[np.argsort(self.identities[rows], kind="stable")]
         return self.identities[rows], rows
@@ -286,14 +297,14 @@ class KnownLengths:
 
         Args:
             digests: Digest of each record.
-            folders: Folder that relative paths of each record's media start from.
+            folders: Folder to which the paths of each record's media are relative.
         """
         with_media = [identity_with_media(digest, folder) for digest, folder in zip(digests, folders, strict=True)]
         text, media = self._find_rows(digests), self._find_rows(with_media)
         return np.where(text == UNKNOWN, media, text)
 
     def _find_rows(self, identities: Sequence[str]) -> IntArray:
-        """Return the first row of each identity, or `UNKNOWN`."""
+        """Return the first row with each identity, or `UNKNOWN`."""
         known, rows = self._sorted_samples
         if not rows.size or not identities:
             return np.full(len(identities), UNKNOWN, dtype=np.int64)
@@ -307,13 +318,13 @@ class DataFile:
     """Name, source, shape and size of a data file when its split was measured."""
 
     file: str
-    """Path of the file in messages."""
+    """Path of the file, as messages print it."""
 
     source: str
-    """Name of the source; files of one source are counted together."""
+    """Name of the source to which the file belongs. Files of one source are counted together."""
 
     shape: str
-    """Name of the shape of the records, as it is logged."""
+    """Name of the shape of the file's records, as it is logged."""
 
     records: int
     """Number of records, bad ones included."""
@@ -321,7 +332,8 @@ class DataFile:
 
 def source_sizes(files: Iterable[DataFile]) -> list[tuple[str, int]]:
     """
-    Return source and number of records of each run of neighbouring files of one source.
+    Merge neighbouring files of the same source; return the source and the number of records of each
+    group.
 
     >>> files = (DataFile(name, name[0], "messages", 5) for name in ("a1", "a2", "b1"))
     >>> source_sizes(files)
@@ -333,7 +345,7 @@ def source_sizes(files: Iterable[DataFile]) -> list[tuple[str, int]]:
 
 @attrs.frozen
 class RecordLocation:
-    """Place of a record in messages: its file, and its line or row there."""
+    """Place of a record as messages print it: the file, and the line or row in the file."""
 
     file: str
 
@@ -348,16 +360,19 @@ class RecordLocation:
 
 @attrs.frozen
 class BadRecord:
-    """Record that cannot become a sample, and the reason. Its row in the table is marked as bad."""
+    """
+    Record that cannot become a sample, with the reason. The record's row in the table is marked as
+    bad.
+    """
 
     index: int
     """Index of the record in the data, from 0."""
 
     where: str
-    """File and line of the record: the text of its `RecordLocation`."""
+    """File and line of the record, as its `RecordLocation` prints them."""
 
     reason: str
-    """Reason why it cannot become a sample."""
+    """Reason why the record cannot become a sample."""
 
     sha256: str
-    """Digest of the content; a record that has changed is measured again."""
+    """Digest of the record's content. If the record has changed, it is measured again."""

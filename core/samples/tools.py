@@ -1,10 +1,10 @@
 """
 Conversion of tool calls and tool answers into messages.
 
-Their roles are `tool_call` and `tool`, which ms-swift's templates read.
+The messages have the roles `tool_call` and `tool`, which ms-swift's templates read.
 
-A call is JSON of a `name` and `arguments`. As in ms-swift, the calls of a message become separate
-messages after its text, and answers follow the order of the calls.
+A call is a JSON object with a `name` and `arguments`. As in ms-swift, the calls of a message become
+separate messages after its text, and answers are in the order of the calls.
 """
 
 import json
@@ -15,24 +15,25 @@ from packplan.core.samples.media import INLINE_IMAGE, shows_medium
 from packplan.core.samples.values import fail, is_empty, parse_literal, require_encodable
 
 CALL, RESPONSE = "tool_call", "tool"
-"""Roles of a tool call and of its answer."""
+"""Roles of a tool call and of the tool's answer."""
 
 WEIGHTS = ("loss", "loss_scale")
-"""Keys of a message that weigh it in the loss."""
+"""Keys of a message that set its weight in the loss."""
 
 _CALL, _RESULT = "tool_use", "tool_result"
-"""Types of message parts that are a tool call or a tool's answer."""
+"""Types of message parts: a tool call, and a tool's answer."""
 
 
 def to_tools(value: object) -> list[dict[str, Any]]:
     """
-    Return the tools of a record: each is an object with a name, or holds a named function.
+    Return the tools of a record. Each tool is an object with a name, or with a function that has a
+    name.
 
     >>> to_tools('[{"name": "add"}]')
     [{'name': 'add'}]
 
     Raises:
-        ValueError: An entry is no such object.
+        ValueError: An entry is not a tool.
     """
     if is_empty(value):
         return []
@@ -51,10 +52,10 @@ def _tool_name(described: Mapping[str, Any]) -> object:
 
 def split_calls(messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     """
-    Return messages in which each tool call and each tool answer is a message by itself.
+    Split messages, so that each tool call and each tool answer is a separate message.
 
     Raises:
-        ValueError: A call has no name.
+        ValueError: A tool call has no name.
     """
     if all(is_empty(message.get("tool_calls")) for message in messages):
         return list(messages)
@@ -77,7 +78,10 @@ def split_calls(messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def _sort_answers(calls: Sequence[Any], answers: list[Any], key: str) -> list[Any]:
-    """Return answers in the order of their calls if every call has an answer, else unchanged."""
+    """
+    Return the answers in the order of their calls if every call has an answer, else return them
+    unchanged.
+    """
     ids = [call.get("id") for call in calls]
     asked = [answer.get(key) for answer in answers]
     if not all(isinstance(one, (str, int)) for one in (*ids, *asked)):
@@ -101,7 +105,10 @@ def _call_message(call: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def to_text_content(message: dict[str, Any]) -> dict[str, Any]:
-    """Return a message with its tool call or tool answer as text; ValueError if that is invalid."""
+    """
+    Return a message with its tool call or tool answer as text; ValueError if the call or the answer
+    is invalid.
+    """
     if message.get("role") == CALL:
         return {**message, "content": call_text(message.get("content"))}
     if message.get("role") != RESPONSE:
@@ -114,10 +121,10 @@ def to_text_content(message: dict[str, Any]) -> dict[str, Any]:
 
 def split_parts(messages: Iterable[dict[str, Any]]) -> Iterator[dict[str, Any]]:
     """
-    Yield messages, with each tool call or tool answer in a message's parts as its own message.
+    Split messages with parts, so that each tool call and each tool answer is a separate message.
 
     Raises:
-        ValueError: A call has no name.
+        ValueError: A tool call has no name.
     """
     calls: list[Any] = []
     for message in messages:
@@ -135,8 +142,8 @@ def split_parts(messages: Iterable[dict[str, Any]]) -> Iterator[dict[str, Any]]:
 
 def _split_by_kind(message: dict[str, Any], parts: Sequence[Any]) -> Iterator[dict[str, Any]]:
     """
-    Yield each tool call and each answer as a message of its own, and other parts in runs. A message
-    without calls and answers is yielded whole.
+    Yield each tool call and each tool answer as a separate message, and each run of other parts as
+    one message. A message without calls and answers is yielded unchanged.
     """
     if not any(part.get("type") in {_CALL, _RESULT} for part in parts):
         yield message
@@ -161,10 +168,10 @@ def _split_by_kind(message: dict[str, Any], parts: Sequence[Any]) -> Iterator[di
 
 def call_text(content: object) -> str:
     """
-    Return the content of a tool call as text.
+    Check the content of a tool call, and return it as text.
 
     Raises:
-        ValueError: The content is not a call.
+        ValueError: The content is not a tool call.
     """
     call = parse_literal(content, "a call of a tool")
     if not isinstance(call, Mapping) or not isinstance(call.get("name"), str):
@@ -177,7 +184,7 @@ def call_text(content: object) -> str:
 
 
 def response_text(content: object) -> str:
-    """Return a tool's answer as text; ValueError if it is null, or holds an image in base64."""
+    """Return a tool's answer as text; ValueError if it is null or contains an image in base64."""
     if content is None:
         fail("has a message of a tool without a 'content'")
     text = content if isinstance(content, str) else _json_text(content)

@@ -1,8 +1,9 @@
 """
 URLs of remote files, such as `s3://bucket/data.jsonl`.
 
-Only the schemes of `PACKAGES` are read: others, and chains as `zip://a::s3://b`, could name files
-of this machine. A query, a fragment and a user name may be credentials; no message has them.
+Only URLs with a scheme in `PACKAGES` are read. Other schemes, and chains such as `zip://a::s3://b`,
+could refer to files on this machine. Messages never contain a URL's query, fragment or user name,
+because these may be credentials.
 """
 
 import re
@@ -23,22 +24,26 @@ PACKAGES: Mapping[str, str | None] = MappingProxyType(
         "memory": None,
     }
 )
-"""Scheme -> package that reads its URLs beside fsspec; None if fsspec is enough."""
+"""
+Scheme -> package that is needed to read its URLs, in addition to fsspec; None if fsspec is enough.
+"""
 
 _SCHEME = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*)://")
 
 _CREDENTIALS = re.compile(r"(?<=//)(?P<user>[^/?#\s]*@)|[?#][^\s'\"]*")
-"""Parts of a URL that may be credentials: a user name with a password, and all behind the path."""
+"""
+Parts of a URL that may be credentials: a user name with a password, and everything after the path.
+"""
 
 _SIGNED = re.compile(r"(?:X-Amz-|X-Goog-|X-OSS-)?(?:Signature|Credential|Security-Token)=|[?&]sig=", re.IGNORECASE)
-"""Parameters by which a signed URL is recognised."""
+"""Query parameters that mark a URL as signed."""
 
 _SIGNING_KEYS = re.compile(
     r"(?:X-(?:Amz|Goog|OSS)-.*|Signature|Expires|AWSAccessKeyId|GoogleAccessId|OSSAccessKeyId|Key-Pair-Id|Policy"
     r"|Security-Token|sig|se|st|sp|sv|sr|skoid|sktid|skt|ske|sks|skv|spr)",
     re.IGNORECASE,
 )
-"""Query parameters that a signature adds; they do not change which file is read."""
+"""Query parameters that signing adds. They do not change which file is read."""
 
 
 def scheme_of(name: str) -> str | None:
@@ -59,7 +64,7 @@ def is_url(name: object) -> bool:
 
 def url_fault(name: str) -> str | None:
     """
-    Return why a URL is refused; None for a path, or for a URL with a supported scheme.
+    Return the reason why a URL is refused; None for a path, and for a URL with a supported scheme.
 
     >>> url_fault("ftp://host/a.jsonl").partition(":")[0]
     'is at ftp'
@@ -87,9 +92,9 @@ def mask_credentials(text: str) -> str:
 
 def strip_signature(url: str) -> str:
     """
-    Return a URL without the query parameters that sign it.
+    Return a URL without the query parameters that signing adds.
 
-    A file has the same stripped URL however often it is signed.
+    Two signed URLs of the same file are equal after this.
 
     >>> strip_signature("https://host/a.png?id=5&X-Amz-Signature=1f&X-Amz-Date=2026")
     'https://host/a.png?id=5'
@@ -102,13 +107,13 @@ def strip_signature(url: str) -> str:
 
 
 def may_hold_signature(text: str) -> bool:
-    """Return whether a text may hold a signed URL."""
+    """Return whether a text may contain a signed URL."""
     return "ignature=" in text or "sig=" in text or "IGNATURE=" in text
 
 
 def url_folder(url: str) -> str:
     """
-    Return the folder of a URL without credentials; relative media paths start there.
+    Return the folder of a URL, without credentials. Media paths are relative to this folder.
 
     >>> url_folder("s3://bucket/data/a.jsonl")
     's3://bucket/data'
@@ -119,7 +124,7 @@ def url_folder(url: str) -> str:
 
 def join_url(folder: str, path: str) -> str:
     """
-    Return the URL of a path that is relative to a folder; an absolute path or a URL is unchanged.
+    Return the URL of a path relative to a folder. An absolute path or a URL is returned unchanged.
 
     Args:
         folder: Result of `url_folder`.

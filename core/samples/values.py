@@ -7,12 +7,14 @@ from typing import Any, NoReturn
 
 
 class UnusableRecordError(ValueError):
-    """A record cannot become a sample; its text completes a message that names the record."""
+    """
+    A record cannot become a sample. The error's text follows the name of the record in a message.
+    """
 
     def __init__(self, reason: str, argument: str = "") -> None:
         super().__init__(reason)
         self.argument = argument
-        """Key of `custom` that would accept the record; empty if none would."""
+        """Key of `custom` with which the record could be accepted; empty if there is none."""
 
 
 def fail(reason: str, *, argument: str = "") -> NoReturn:
@@ -21,12 +23,12 @@ def fail(reason: str, *, argument: str = "") -> NoReturn:
 
 
 def is_empty(value: object) -> bool:
-    """Return whether a value is null or empty, as exports write values that are absent."""
+    """Return whether a value is null or empty, which is how exports write absent values."""
     return value is None or (isinstance(value, (str, list, Mapping)) and not value)
 
 
 def has(record: Mapping[str, Any], name: str) -> bool:
-    """Return whether a record has a value under a key, and this value is not empty."""
+    """Return whether a record has a non-empty value for the key *name*."""
     return not is_empty(record.get(name))
 
 
@@ -34,7 +36,7 @@ def parse_literal(value: Any, name: str) -> Any:
     """
     Parse a text as JSON or a Python literal, and return any other value unchanged.
 
-    UnusableRecordError names the key *name* if a text is neither.
+    If a text is neither, the `UnusableRecordError` contains *name*.
     """
     if not isinstance(value, str):
         return value
@@ -52,7 +54,8 @@ def parse_literal(value: Any, name: str) -> Any:
 
 def require_encodable(value: Any, name: str) -> None:
     """
-    Refuse a value with half of a surrogate pair in a text; the message calls the value *name*.
+    Raise an error if a text in a value contains half of a surrogate pair. The message contains
+    *name*.
     """
     try:
         json.dumps(value, ensure_ascii=False, skipkeys=True, default=str).encode()

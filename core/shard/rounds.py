@@ -151,7 +151,7 @@ class _RoundFiller:
             self._update_heavy_limits()
         if not self._is_light_open and len(self._light):
             if step > self._num * self._mean_of_light(item):
-                # The first item of a round sets its level. Later items fill the round up to this level.
+                # The first item of a round sets its level, up to which later items fill the round.
                 self._levels.append(step + self._num)
                 self._heavy.append(self._light.take(self._shards))
                 self._most_step = self._limit

@@ -191,7 +191,8 @@ class SampleWorks:
         frames: Any = 0,
         video_patches: Any = 0,
     ) -> SampleWorks:
-        """Compute the work of samples from their lengths and media.
+        """
+        Compute the work of samples from their lengths and media.
 
         Args:
             model: Work model of the model.
