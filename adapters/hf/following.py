@@ -419,18 +419,18 @@ class ServesPacks(KeepsCheckpoints, ComputesPacks, LogsPacks, FollowsSchedule):
 
     def train(self, resume_from_checkpoint: Any = None, *args: Any, **options: Any) -> Any:
         """
-        Train as the trainer does. Before a resumed run loads anything, its checkpoint is verified.
+        Train as the trainer does. A checkpoint is verified before anything is loaded from it.
 
         Args:
-            resume_from_checkpoint: Folder of a checkpoint. True takes the last one in the output
-                folder.
-            *args: Further arguments of the trainer's method.
-            **options: Options of the trainer's method.
+            resume_from_checkpoint: Folder of a checkpoint. True takes the last checkpoint in the
+                output folder.
+            *args: Further arguments of the trainer's own `train`.
+            **options: Options of the trainer's own `train`.
 
         Raises:
             ArgumentError: The checkpoint has no progress of a plan, one of its files has changed,
-                or this run cannot take its optimizer.
-            CorruptArtefactError: The trainer's state in it is damaged.
+                or this run cannot load its optimizer.
+            CorruptArtefactError: The trainer's state in the checkpoint is damaged.
         """
         last = get_last_checkpoint(self.args.output_dir) if resume_from_checkpoint is True else resume_from_checkpoint
         if last:
@@ -444,7 +444,7 @@ class ServesPacks(KeepsCheckpoints, ComputesPacks, LogsPacks, FollowsSchedule):
         return result
 
     def _verify(self, folder: Path) -> None:
-        """Refuse a checkpoint whose files have changed, or whose optimizer this run cannot take."""
+        """Refuse a checkpoint whose files are damaged, or whose optimizer this run cannot load."""
         read_saved_progress(folder)
         engine, args = self.accelerator.state.deepspeed_plugin, self.args
         stage = None if engine is None else engine.hf_ds_config.get_value("zero_optimization.stage", 0)

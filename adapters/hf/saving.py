@@ -1,8 +1,8 @@
 """
-Checkpoints that trainers on packs can trust: digests of their files, checked weights, SIGTERM.
+Safe checkpoints of trainers on packs: digests of files, a check of weights, saving on SIGTERM.
 
-`KeepsCheckpoints` writes them in every trainer, and `find_damage` verifies one before a resumed run
-loads anything.
+`KeepsCheckpoints` adds digests to the checkpoints of every trainer. `find_damage` verifies a
+checkpoint before a resumed run loads it.
 """
 
 import hashlib
@@ -36,12 +36,12 @@ _CHUNK = 2**20
 
 _DIGESTS = "packplan_digests_*.json"
 """
-Pattern of the files with digests in a checkpoint, one file per rank. Each has the number of these
-files, and the SHA-256 of a share of the checkpoint's other files, by name.
+Pattern of the names of digest files in a checkpoint, one file per rank. Each digest file has the
+number of digest files, and the SHA-256 of a share of the other files by name.
 """
 
 _MARK = "packplan_digests"
-"""Key, in a trainer's state, that says that the checkpoint was saved with digests."""
+"""Key in a trainer's state, which is present if the checkpoint was saved with digests."""
 
 
 class SaveOnSigterm(TrainerCallback):
@@ -56,14 +56,17 @@ class SaveOnSigterm(TrainerCallback):
 
         Args:
             any_rank: Function that returns whether a flag is set on any rank.
-            replaces: Whether it also replaces a handler that the program has installed.
+            replaces: Whether to replace a signal handler that the program itself has installed.
         """
         self.any_rank, self.replaces = any_rank, replaces
         self.received = False
 
     @contextmanager
     def handling(self) -> Iterator[None]:
-        """Inside this context, note SIGTERM instead of ending; only a main thread can do so."""
+        """
+        Inside this context, record SIGTERM instead of ending the process. Outside of the main
+        thread, where Python allows no signal handler, the context does nothing.
+        """
         before = signal.getsignal(signal.SIGTERM)
         if threading.current_thread() is not threading.main_thread() or not (self.replaces or before == signal.SIG_DFL):
             yield
@@ -89,7 +92,9 @@ class WeightSize(TrainerCallback):
     before: float | None = None
 
     def on_train_begin(self, args: Any, *_: Any, model: torch.nn.Module, **__: Any) -> None:
-        """Record the size of the weights, which are loaded and shared out by now."""
+        """
+        Record the root mean square of the weights, which are loaded and sharded at this point.
+        """
         self.before = weight_size(model, args)
 
 
@@ -100,7 +105,7 @@ def weight_size(model: torch.nn.Module, args: Any) -> float:
 
 class KeepsCheckpoints:
     """
-    Mixin of a trainer that checks its weights before each save, and saves digests of all files.
+    Mixin that makes a trainer check its weights before each save, and save digests of all files.
 
     Attributes:
         last_save: Folder of the last checkpoint that this run saved or resumes from, or None.
@@ -113,7 +118,10 @@ class KeepsCheckpoints:
     last_save: str | None = None
 
     def keep_checkpoints(self, *, replaces_handler: bool = False) -> None:
-        """Save on SIGTERM, and check weights, from now on; see `SaveOnSigterm` for its handler."""
+        """
+        Make the trainer save on SIGTERM and check weights; `SaveOnSigterm` explains
+        *replaces_handler*.
+        """
         self._sigterm, self._weights = SaveOnSigterm(self.any_rank, replaces=replaces_handler), WeightSize()
         for own in (self._sigterm, self._weights):
             self.add_callback(own)  # type: ignore[attr-defined]  # of the trainer's class
@@ -124,11 +132,11 @@ class KeepsCheckpoints:
         return self._sigterm.received
 
     def any_rank(self, flag: bool) -> bool:  # noqa: FBT001  # as in `RankGroup`
-        """Return whether the flag is set on any rank; all ranks call this."""
+        """Return whether the flag is set on any rank. Every rank has to call this method."""
         return bool(self.accelerator.reduce(torch.tensor(float(flag), device=self.args.device)))
 
     def _inner_training_loop(self, *arguments: Any, **options: Any) -> Any:
-        """Train, and end after a saved step if SIGTERM comes."""
+        """Train; after SIGTERM, end once the current step is saved."""
         with self._sigterm.handling():
             return super()._inner_training_loop(*arguments, **options)  # type: ignore[misc]  # of the trainer's class
 
@@ -159,13 +167,13 @@ class KeepsCheckpoints:
 
 
 def remove_digests(folder: Path) -> None:
-    """Remove the digests in a checkpoint folder before its files are overwritten."""
+    """Remove the digest files of a checkpoint folder, before its other files are overwritten."""
     for file in folder.glob(_DIGESTS):
         file.unlink()
 
 
 def has_digests(folder: Path) -> bool:
-    """Return whether a checkpoint has digests; one of weights alone has none."""
+    """Return whether a checkpoint has digests, which a checkpoint of weights alone lacks."""
     return any(folder.glob(_DIGESTS))
 
 
@@ -174,8 +182,8 @@ def write_digests(folder: Path, *, share: int, num_shares: int) -> None:
     Write the digests of a share of the files in a checkpoint.
 
     Args:
-        folder: The checkpoint, complete except for the trainer's state.
-        share: Number of this share, from 0; each rank has its own.
+        folder: Folder of the checkpoint, complete except for the trainer's state.
+        share: Index of this rank's share, from 0.
         num_shares: Number of ranks that write to the folder.
     """
     # The trainer's state is written last; an existing one belongs to an overwritten checkpoint.
@@ -188,18 +196,18 @@ def write_digests(folder: Path, *, share: int, num_shares: int) -> None:
 
 def find_damage(folder: Path, *, share: int, num_shares: int, remedy: str = COPY_AGAIN) -> str | None:
     """
-    Verify a share of a checkpoint's files; return a clause on one that has changed, or None.
+    Verify a share of a checkpoint's files; return a clause about damage, or None.
 
     Args:
-        folder: The checkpoint. If it was saved without digests, a warning says so.
-        share: Number of this share, from 0; each rank has its own.
+        folder: Folder of the checkpoint. A warning is logged if it was saved without digests.
+        share: Index of this rank's share, from 0.
         num_shares: Number of ranks that verify the checkpoint.
-        remedy: Advice after the clause.
+        remedy: Advice that is added to the clause.
     """
     stored: dict[str, str] = {}
     try:
         if not (has_digests(folder) or _MARK in read_trainer_state(folder)["stateful_callbacks"]):
-            log.warning("%s has no digests, so a changed file of it would not be noticed", folder)
+            log.warning("%s has no digests, so damaged files in it would not be found", folder)
             return None
         shares = [json.loads(file.read_text(encoding="utf-8")) for file in folder.glob(_DIGESTS)]
         for one in shares:
@@ -212,7 +220,7 @@ def find_damage(folder: Path, *, share: int, num_shares: int, remedy: str = COPY
     except (LookupError, ValueError, TypeError) as error:
         return f"its digests are damaged ({error}): {remedy}"
     damaged = [name for name, digest in found.items() if digest != stored[name]]
-    return f"its {damaged[0]} is damaged, since its digest differs from the saved one: {remedy}" if damaged else None
+    return f"its {damaged[0]} is damaged, since its digest differs from the saved digest: {remedy}" if damaged else None
 
 
 def _hash_files(folder: Path, names: Iterable[str], *, share: int, num_shares: int) -> dict[str, str]:

@@ -1,4 +1,4 @@
-"""Statistics of packs in the log of a trainer: fill, tokens and work of its steps."""
+"""Statistics of packs in a trainer's log: fill, tokens and work of each step."""
 
 import time
 from collections.abc import Callable, Iterator
@@ -14,15 +14,15 @@ from packplan.core.work.model import SampleWorks, WorkModel
 
 
 class TimesSteps:
-    """Mixin that measures the seconds of training, and of waiting for batches."""
+    """Mixin that measures the seconds of training, and the seconds of waiting for batches."""
 
     _lap_start = 0.0
     _loaders: list[PackLoader]
-    """Loader of each call of `train`."""
+    """Data loaders, one for each call of `train`."""
 
     @property
     def wait_seconds(self) -> float:
-        """Seconds that training has waited for batches, or made them in this process."""
+        """Seconds in which training has waited for batches, or made batches in this process."""
         return sum(loader.wait_seconds for loader in self._loaders)
 
     def lap_seconds(self) -> float:
@@ -39,7 +39,7 @@ class TimesSteps:
 
 
 class LogsPacks(TimesSteps):
-    """Mixin of a trainer on a schedule that logs statistics of its packs with each loss."""
+    """Mixin that makes a trainer log statistics of its scheduled packs with each loss."""
 
     state: Any
     schedule: EpochSchedule
@@ -47,14 +47,18 @@ class LogsPacks(TimesSteps):
     """Function that returns statistics of the packs of an epoch."""
 
     evaluates_packs = True
-    """Whether evaluation counts packs too, so that its samples per second are left out."""
+    """
+    Whether the evaluation counts packs as samples, so that its samples per second are left out.
+    """
 
     _stats: EpochStats | None = None
     _epoch_start, _logged_until, _waited = 0, 0, 0.0
 
     @contextmanager
     def logging_epoch(self, epoch: int) -> Iterator[None]:
-        """Inside this context, log the statistics of an epoch's steps; after it, of the epoch."""
+        """
+        Inside this context, log statistics of an epoch's steps; at its end, log those of the epoch.
+        """
         self._stats = stats = EpochStats.from_schedule(self.pack_stats(epoch), self.schedule, epoch)
         self._epoch_start = self._logged_until = self.state.global_step
         self.lap_seconds()
@@ -64,8 +68,8 @@ class LogsPacks(TimesSteps):
 
     def log(self, logs: dict[str, float], *arguments: Any, **options: Any) -> None:
         """
-        Log values as the trainer does. A loss has statistics of the steps since the last log beside
-        it. Rates of samples, which would count packs, are left out.
+        Log values as the trainer does, and add statistics of the steps since the last log to a
+        loss. Samples per second are left out, since packs would count as samples.
         """
         if "loss" in logs and self._stats is not None and self.state.global_step > self._logged_until:
             start, stop = self._logged_until - self._epoch_start, self.state.global_step - self._epoch_start
@@ -80,11 +84,12 @@ class LogsPacks(TimesSteps):
 
 def text_pack_stats(plan: Plan, model: Any) -> PackStats:
     """
-    Return the statistics of a plan's packs, with the work of a model's text on them.
+    Return the statistics of a plan's packs, including the work of a model's text layers.
 
     Args:
-        plan: The plan. A pair of answers counts as one sample.
-        model: Model that is trained, of the tokens of images too, but without its vision tower.
+        plan: Plan of the training data. A pair of answers counts as one sample.
+        model: Model that is trained. Its work includes the tokens of images, but not the vision
+            tower.
     """
     work, _ = WorkModel.from_config_or_estimated(model.config.to_dict())
     adapts = hasattr(model, "peft_config") or hasattr(model, "adapters")
@@ -94,11 +99,11 @@ def text_pack_stats(plan: Plan, model: Any) -> PackStats:
 
 def drop_pack_rates(logs: dict[str, float], *, of_evaluation: bool = True) -> dict[str, float]:
     """
-    Remove samples per second from *logs*, since trainers count packs; return the same dict.
+    Remove samples per second from *logs*, since trainers count packs, and return *logs*.
 
     Args:
         logs: Values to log.
-        of_evaluation: Whether evaluation counts packs too.
+        of_evaluation: Whether the evaluation has run on packs too.
     """
     for name in [name for name in logs if name.endswith("_samples_per_second")]:
         if of_evaluation or name.startswith("train_"):

@@ -13,10 +13,9 @@ The trainer has these fixes, without which training would go wrong silently:
 - an error before saving, if a loss, gradient or weight is not finite
 
 With a plan, the packs of a step pass through these methods, from top to bottom. The table names the
-class that defines each method, which is `PlanTrainer` or a base class of it. Only `__init__` and
-`_inner_training_loop` are defined by two of these classes. Every other `super()` calls a method of
-ms-swift or transformers. `LogsPacks` adds statistics to the log, and `KeepsCheckpoints` guards what
-is saved.
+class that defines each method, which is `PlanTrainer` or a base class of it. If no base class of
+ours defines a method too, `super()` calls the method of ms-swift or transformers. `LogsPacks` adds
+statistics to the log, and `KeepsCheckpoints` checks weights and adds digests.
 
 | method | class | does |
 |---|---|---|
@@ -166,7 +165,7 @@ class CheckedTrainer(KeepsCheckpoints, StopsAtNonFinite, ComputesPacks, TimesSte
         return bool(self.is_fsdp_enabled or self.is_deepspeed_enabled)
 
     def any_rank(self, flag: bool) -> bool:  # noqa: FBT001  # as in `RankGroup`
-        """Return whether the flag is set on any rank; RunError if one is gone."""
+        """Return whether the flag is set on any rank; RunError if a rank has ended."""
         return self.group.any(flag)
 
     @property
@@ -324,7 +323,9 @@ class PlanTrainer(LogsPacks, FollowsSchedule, CheckedTrainer):
         return loader
 
     def _serve_epoch(self, epoch: int) -> AbstractContextManager[None]:
-        """Serve the packs of an epoch, and return the context that logs their statistics."""
+        """
+        Make the data set serve the packs of *epoch*; return the context that logs their statistics.
+        """
         self.train_dataset.set_epoch(epoch)
         return self.logging_epoch(epoch)
 

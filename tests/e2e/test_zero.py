@@ -297,7 +297,7 @@ def test_a_file_of_deepspeed_that_is_missing_or_changed_is_found(name, ran, tmp_
             if path.name == "latest":
                 assert "names none of its folders" in find_other_parts(folder, **given)
             (fact,) = damaged()
-            assert f"{path.name} is damaged, since its digest differs from the saved one: " in fact
+            assert f"{path.name} is damaged, since its digest differs from the saved digest: " in fact
         path.write_bytes(held)
 
 
