@@ -10,6 +10,7 @@ embeddings and rerankers. Rows that ms-swift made by splitting long texts are al
 from collections.abc import Sequence
 from functools import partial
 from itertools import chain
+from pathlib import Path
 from typing import Any
 
 import attrs
@@ -34,6 +35,9 @@ _OTHERS = "others"
 _READ_IN_FULL = ("videos", "audios", "objects", "mm_processor_kwargs")
 """Fields of a sequence that only a full encode reads."""
 
+_SIZES = "packplan_sizes"
+"""Key under which a row has the sizes of its videos and sounds, in bytes."""
+
 _IMAGE_PATH = "<img>"
 """Tag before a path in a text, which ms-swift reads as an image."""
 
@@ -57,8 +61,17 @@ class DatasetRowsFile(RecordFile):
         return len(self.rows) * self.sequences_per_row
 
     def _read_value(self, row: int) -> Any:
-        """Return the content of the data set row that sequence *row* belongs to."""
-        return self.rows[row // self.sequences_per_row]
+        """
+        Return the content of the data set row that sequence *row* belongs to.
+
+        The sizes of its videos and sounds are added, so that its digest changes if one is replaced.
+        """
+        value = self.rows[row // self.sequences_per_row]
+        named = chain.from_iterable(value.get(kind) or () for kind in ("videos", "audios"))
+        files = chain.from_iterable(one if isinstance(one, list) else [one] for one in named)
+        paths = [Path(path) for one in files if isinstance(one, str) and (path := _check_path(one)) is not None]
+        sizes = [path.stat().st_size for path in paths if path.is_file()]
+        return {**value, _SIZES: sizes} if sizes else value
 
     def _read_digest(self, row: int) -> bytes:
         return digest_record(self[row])
@@ -74,19 +87,22 @@ class DatasetRowsFile(RecordFile):
 class DatasetRowsEncoder(SwiftEncoder):
     """Encodes the sequences of rows with the template that ms-swift trains with."""
 
-    def __init__(self, config: RunConfig, *, template: Template, rows: DatasetRowsFile) -> None:
+    def __init__(self, config: RunConfig, split: str, *, template: Template, rows: Any) -> None:
         """
         Set up the encoder; for tasks other than causal LM, it encodes each row as a whole.
 
         Args:
             config: Configuration of the `swift` command's run.
+            split: `train` or `eval`; messages name the data of this split.
             template: Template in training mode, as the command opens it.
-            rows: Sequences to encode.
+            rows: A `datasets.Dataset`.
         """
         self.config, self.template, self.paths, self.cache, self._media = config, template, (), None, None
-        self.records, self.rows, self.records_per_sample = FileRecords([rows]), rows.rows, rows.sequences_per_row
+        name = " ".join(config.custom.train_jsonl if split == "train" else config.custom.val_jsonl)
+        self.rows, self.records_per_sample = rows, 2 if config.command and config.command.sequences_per_row == 2 else 1
+        self.records = FileRecords([DatasetRowsFile(rows, name=name, sequences_per_row=self.records_per_sample)])
         PIL.Image.MAX_IMAGE_PIXELS = config.custom.max_image_pixels
-        self._kind = "split texts" if "input_ids" in rows.rows.column_names else template.task_type
+        self._kind = "split texts" if "input_ids" in rows.column_names else template.task_type
 
     def data_files(self) -> tuple[DataFile, ...]:
         """Return the data set as a single file."""
@@ -104,6 +120,7 @@ class DatasetRowsEncoder(SwiftEncoder):
     def read_sample(self, index: int) -> dict[str, Any]:
         """Return sequence *index* as messages; RecordError if ms-swift refuses its row."""
         record = self.records.read_checked(index)
+        record.pop(_SIZES, None)
         if self._kind != "causal_lm":
             return {"messages": [], _OTHERS: record}
         with self.wrap_encode_errors(index):
@@ -116,6 +133,9 @@ class DatasetRowsEncoder(SwiftEncoder):
             if held.is_multimodal:
                 self.template._add_default_tags(held)  # noqa: SLF001  # no public way
         return _to_sample_dict(held)
+
+    def _require_same_as_swift(self, index: int, sample: dict[str, Any], encoded: dict[str, Any]) -> None:
+        """Do nothing, since the template is ms-swift's own."""
 
     def apply_template(self, index: int, sample: dict[str, Any]) -> dict[str, Any]:
         """Return the tokens and labels of a sequence; RecordError if the template fails."""

@@ -170,7 +170,7 @@ class SwiftEncoder:
         """
         with without_truncation(self.template):
             encoded = self.encode(index, sample)
-            if compared and self.config.command is None:
+            if compared:
                 self._require_same_as_swift(index, sample, encoded)
             whole = self.measure_and_check(index, encoded)
         if self.truncation_limit is None or whole.length <= self.truncation_limit:

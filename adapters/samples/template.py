@@ -229,11 +229,10 @@ def length_inputs(config: RunConfig, template: Template) -> Fingerprint:
     """Return all inputs on which a run's lengths depend under *template*, except the data."""
     arguments = template_arguments(config.model, config.template)
     inputs: dict[str, Value] = {
+        "swift.loss_scale": arguments.loss_scale,
         **config_length_inputs(config),
         "model.model_type": swift_model_type(config.model),
         "template.template": arguments.template,
-        "swift.loss_scale": arguments.loss_scale,
-        **({} if config.command is None else config.command.length_inputs),
         "template.prompt": render_prompt(template),
     }
     folder = Path(config.model.model)

@@ -208,7 +208,9 @@ def run_of_arguments(
     kind, task_type, shares = getattr(arguments, "rlhf_type", None), arguments.task_type, degrees != 1
     differ = arguments.truncation_strategy == "split" or task_type in {"embedding", "reranker", "generative_reranker"}
     parts = 0 if differ else 2 if kind and (kind, arguments.loss_type) != ("kto", "apo_zero_unpaired") else 1
+    own = {one: getattr(arguments, one) for one in ("template", "max_pixels", "system", "agent_template", "loss_scale")}
     inputs = arguments.get_template_kwargs() | {"task_type": task_type, "parts": parts}
+    others = {name: one for name, one in inputs.items() if name not in {*own, "default_system"}}
     val = arguments.dataset if arguments.split_dataset_ratio > 0 else arguments.val_dataset
     given = {name: value for name, value in vars(arguments).items() if value is not None}
     if not arguments.model_meta.is_multimodal:  # ms-swift freezes parts that the model does not have
@@ -223,7 +225,6 @@ def run_of_arguments(
         "tuner_type": arguments.tuner_type if arguments.tuner_type in TUNERS else "lora",
         "trainer": {name: given[name] for name in sorted(passed)},
     }  # fmt: skip
-    own = {one: getattr(arguments, one) for one in ("template", "max_pixels", "system", "agent_template", "loss_scale")}
     dtype: Any = str(arguments.torch_dtype).removeprefix("torch.")
     return RunConfig(
         source=COMMAND,
@@ -237,7 +238,7 @@ def run_of_arguments(
         command=HostCommand(
             task=task, words=tuple(words), world_size=count_row_groups(num_processes, row_ranks(arguments)),
             task_type=task_type, sequences_per_row=parts,
-            length_inputs={f"swift.{name}": one if isinstance(one, int) else str(one) for name, one in inputs.items()},
+            length_inputs={f"swift.{name}": one if isinstance(one, int) else str(one) for name, one in others.items()},
         ),
     )  # fmt: skip
 

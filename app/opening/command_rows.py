@@ -11,7 +11,7 @@ import numpy as np
 from packplan.adapters.exports import export_cached_rows
 from packplan.adapters.loaders.rows import UNKNOWN, RowFacts
 from packplan.adapters.progress import progress
-from packplan.adapters.samples.dataset_rows import DatasetRowsEncoder, DatasetRowsFile, DatasetRowsMeasurer
+from packplan.adapters.samples.dataset_rows import DatasetRowsEncoder, DatasetRowsMeasurer
 from packplan.adapters.stores.lengths import DiskLengthStore
 from packplan.adapters.swift.command import open_pipeline, read_command, run_of_arguments
 from packplan.adapters.swift.packs import add_row_facts
@@ -28,17 +28,10 @@ def open_command_encoders(config: RunConfig, command: HostCommand) -> dict[str, 
     """Open the rows of each split of an ms-swift command, with the command's template."""
     arguments, _ = read_command(command.task, command.words, world_size=command.world_size)
     pipeline = open_pipeline(arguments)
-    return {split: _open_rows(config, pipeline.template, split, rows) for split, rows in pipeline.read_rows().items()}
-
-
-def _open_rows(config: RunConfig, template: Any, split: str, rows: Any) -> DatasetRowsEncoder:
-    """
-    Open *rows* of a split, a `datasets.Dataset`, with the command's template in training mode.
-    """
-    name = " ".join(config.custom.train_jsonl if split == "train" else config.custom.val_jsonl)
-    parts = config.command.sequences_per_row if config.command else 1
-    file = DatasetRowsFile(rows, name=name, sequences_per_row=max(parts, 1))
-    return DatasetRowsEncoder(config, template=template, rows=file)
+    return {
+        split: DatasetRowsEncoder(config, split, template=pipeline.template, rows=rows)
+        for split, rows in pipeline.read_rows().items()
+    }
 
 
 def export_rows(splits: Iterable[MeasuredSplit], folder: Path) -> dict[str, int]:
@@ -56,8 +49,7 @@ def export_rows(splits: Iterable[MeasuredSplit], folder: Path) -> dict[str, int]
         if split.encoder.records_per_sample > 1:
             halves = cast(DatasetRowsMeasurer, split.source).sequence_lengths
             lengths = [*map(halves, progress(indices.tolist(), desc="measuring halves", unit=" pairs"))]
-        rows = cast(DatasetRowsEncoder, split.encoder).rows
-        exported[split.name] = (rows if len(rows) == len(lengths) else rows.select(indices), lengths)
+        exported[split.name] = (cast(DatasetRowsEncoder, split.encoder).rows.select(indices), lengths)
     export_cached_rows(exported, folder)
     return {name: len(lengths) for name, (_, lengths) in exported.items()}
 
@@ -65,6 +57,7 @@ def export_rows(splits: Iterable[MeasuredSplit], folder: Path) -> dict[str, int]
 def take_stored_lengths(pipeline: Any, data_sets: Sequence[Any]) -> list[Any]:
     """
     Return the data sets of ms-swift's training pipeline with their stored lengths.
+
     `packplan plan build` has stored the lengths for the same command. Rows that it left out are not
     returned. No row is encoded.
 
@@ -78,21 +71,24 @@ def take_stored_lengths(pipeline: Any, data_sets: Sequence[Any]) -> list[Any]:
             resumed run was trained with other lengths.
         PackplanError: Stored files or media are damaged.
     """
-    arguments, template = pipeline.args, pipeline.template
-    config = run_of_arguments(arguments, arguments.global_world_size)
-    folder, mode = artefacts_folder(arguments.packplan_output_dir), template.mode
+    config = run_of_arguments(pipeline.args, pipeline.args.global_world_size)
+    template, mode = pipeline.template, pipeline.template.mode
     template.set_mode("train")  # as `plan build` opens it
     try:
-        return [
-            _with_stored_lengths(_open_rows(config, template, split, rows), folder / split, arguments) if rows else None
-            for split, rows in zip(("train", "eval"), data_sets, strict=True)
-        ]
+        return [*map(partial(_with_stored_lengths, pipeline, config), ("train", "eval"), data_sets)]
     finally:
         template.set_mode(mode)
 
 
-def _with_stored_lengths(encoder: DatasetRowsEncoder, folder: Path, arguments: Any) -> Any:
-    """Return the rows of *encoder* with the lengths in *folder*; see `take_stored_lengths`."""
+def _with_stored_lengths(pipeline: Any, config: RunConfig, split: str, rows: Any) -> Any:
+    """
+    Return the rows of a split with their stored lengths, or None if there are no rows; see
+    `take_stored_lengths`.
+    """
+    if not rows:
+        return None
+    encoder = DatasetRowsEncoder(config, split, template=pipeline.template, rows=rows)
+    arguments, folder = pipeline.args, artefacts_folder(pipeline.args.packplan_output_dir) / split
     store, source = DiskLengthStore(folder), DatasetRowsMeasurer(encoder)
     data_digest = partial(source.data_digest, without=[one.index for one in store.bad_records()])
     inputs = source.fingerprint()
@@ -108,11 +104,12 @@ def _with_stored_lengths(encoder: DatasetRowsEncoder, folder: Path, arguments: A
         for index in kept.tolist()
     ]
     supervised = column(stored.table, "supervised")[kept].tolist()
-    if arguments.resume_from_checkpoint and folder.name == "train":
+    if arguments.resume_from_checkpoint and split == "train":
         saved = read_resume_state(Path(arguments.resume_from_checkpoint))
         found = RowFacts.from_rows((one, 0, UNKNOWN) for one in digests).digest
         if saved is not None and saved.data != found:
             fact = f"the lengths in {folder} are not those that the checkpoint was trained with"
             raise StaleError("stale_lengths", fact)
-    rows = encoder.rows if len(kept) == len(encoder.rows) else encoder.rows.select(kept)
-    return add_row_facts(rows, column(stored.table, "length")[kept].tolist(), digests, supervised)
+    if not kept.size:  # ms-swift has none either
+        return None
+    return add_row_facts(rows.select(kept), column(stored.table, "length")[kept].tolist(), digests, supervised)

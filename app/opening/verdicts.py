@@ -65,7 +65,7 @@ def require_packing_model(config: RunConfig) -> PackingVerdict | None:
     The verdict is None if no model is probed: nothing is packed, the attention needs a GPU that is
     not here, or the run is a command of ms-swift, whose model the plugin probes.
     """
-    if config.command is not None or not config.training.packing:
+    if not (config.training.packing and needs_verdict(config)):
         return None
     _refuse_leak(config, _choose_attention(config, None, on_cpu=False))
     if _choose_attention(config, None, on_cpu=runs_on_cpu(config.training.trainer)).leak is not None:

@@ -91,7 +91,7 @@ def run(options: argparse.Namespace) -> None:
     else:
         for name, findings in found.items():
             for one in findings:
-                print(f"{name}: {one}")
+                print(config.name_settings(f"{name}: {one}"))
             if not findings:
                 print(f"{name}: nothing is wrong with {counted(len(opened[name].source), 'record')} and their plan")
     if number:

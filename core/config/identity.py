@@ -140,7 +140,9 @@ def config_length_inputs(config: RunConfig) -> dict[str, Value]:
             lengths, value = key_facts(field).lengths, getattr(values, field.name)
             if lengths == "value" or (lengths == "value if set" and value not in (None, ())):
                 inputs[f"{section}.{field.name}"] = _input_value(value)
-    return inputs if cut else {**inputs, "template.truncation_strategy": None}
+    if not cut:
+        inputs["template.truncation_strategy"] = None
+    return {**inputs, **config.command.length_inputs} if config.command else inputs
 
 
 def _input_value(value: Any) -> Value:

@@ -58,6 +58,7 @@ _PHRASES: Mapping[str, str] = MappingProxyType(
         "training.packing_allow_single_long: false": "a lower --max_length",
         "(model.attn_impl: auto)": "(leave --attn_impl out)",
         ", or raise training.packing_wait_timeout_s": "",
+        ", or raise custom.max_image_pixels": "",
         "custom.on_bad_record: skip": "--strict false",
         " RUN.yaml": "",
     }
@@ -67,6 +68,7 @@ _PHRASES: Mapping[str, str] = MappingProxyType(
 _RENAMED: Mapping[str, str] = MappingProxyType(
     {
         "custom.train_jsonl": "--dataset",
+        "swift.template_type": "--template",
         "custom.val_jsonl": "--val_dataset",
         "template.max_length": "--packing_length",
         "training.max_sequence_parallel_size": "--max-sequence-parallel-size",
@@ -76,7 +78,7 @@ _RENAMED: Mapping[str, str] = MappingProxyType(
 
 _KEY = re.compile(
     r"(?<![\w./])(?:custom\.(?:train|val)_jsonl|(?:model|swift|template|training)\."
-    r"(?!(?:parts|prompt|safetensors)\b)(\w+))(?!\.?\w)(: (?=true\b|false\b|\d))?"
+    r"(?!(?:parts|prompt|safetensors)\b|packing_(?!length\b))(\w+))(?!\.?\w)(: (?=true\b|false\b|\d))?"
 )
 """Key of a YAML, or of the same name in a fingerprint, and the colon before its value."""
 

@@ -12,10 +12,14 @@ from swift.pipelines import export_main
 from swift.template.templates.qwen import Qwen2VLTemplate
 from transformers import AutoTokenizer
 
+from packplan.adapters.samples.data_set import FileRecords
+from packplan.adapters.samples.dataset_rows import DatasetRowsFile
 from packplan.adapters.stores.lengths import DiskLengthStore
+from packplan.adapters.swift.command import open_pipeline, read_command
 from packplan.adapters.swift.packs import PlannedPacks
 from packplan.adapters.swift.training import make_schedule
 from packplan.app import export, plugin
+from packplan.app.opening.command_rows import take_stored_lengths
 from packplan.app.opening.commands import resolve_command
 from packplan.app.opening.stores import artefacts_folder
 from packplan.app.plan.__main__ import main as plan
@@ -148,6 +152,11 @@ def test_a_cached_data_set_is_ms_swift_s_and_its_packs_are_the_plan_s(command, t
     steps = (schedule.steps_per_epoch, schedule.total_steps)
     assert steps == (shown["schedule"]["steps_per_epoch"], shown["schedule"]["total_steps"])
     assert (kind == "images" or bool(more)) == bool(shown["plan"]["long_samples"])
+    stale = json.loads(run("show", "--json", *words, "--norm_bbox", "none").out)["splits"]["train"]["warnings"]
+    assert [[], ["a setting has changed: --norm_bbox was 'None', now 'none'"]] == [
+        [line.partition("since ")[2] for line in lines if "would refuse" in line]
+        for lines in (shown["warnings"], stale)
+    ]
 
 
 @pytest.mark.parametrize("kind", OTHERS)
@@ -310,6 +319,39 @@ def test_rows_that_ms_swift_leaves_out_are_counted_and_named(command, run):
     assert "packplan plan show --all lists them" in " ".join(left.split())
     assert "absent.png" in run("show", "--all", *words).out
     assert ".jsonl, row " in stopped
+
+
+def test_stored_lengths_are_those_of_the_rows_that_ms_swift_keeps(command, run):
+    """In its order; of an evaluation without rows, ms-swift keeps none."""
+    words = command("text")
+    run("build", *words)
+    pipeline = open_pipeline(read_command("sft", words[2:])[0])
+    rows = pipeline.read_rows()["train"]
+
+    train, evaluation = take_stored_lengths(pipeline, [rows, rows.select([])])
+
+    assert evaluation is None
+    kept = [row["messages"] for row in rows if len(row["messages"][1]["content"]) < MAX_LENGTH]
+    assert NUM_ROWS - LONGER == len(kept)
+    assert kept == train["messages"][:]
+    assert [len(pipeline.template.encode(dict(row))["input_ids"]) for row in train] == train["lengths"][:]
+
+
+def test_a_row_changes_with_the_size_of_its_video(tmp_path):
+    """Its path alone would not tell; rows without a video, or with one elsewhere, stay."""
+    (video := tmp_path / "a.mp4").write_bytes(b"before")
+    rows = [{"videos": [str(video)]}, {"videos": [[str(video)]]}, {"videos": ["https://host/a.mp4"]}, {"videos": None}]
+
+    def digests() -> list[str]:
+        records = FileRecords(
+            [DatasetRowsFile(Dataset.from_list([row]), name="rows", sequences_per_row=1) for row in rows]
+        )
+        return [records.record_digest(index) for index in range(len(rows))]
+
+    before = digests()
+    video.write_bytes(b"after that")
+
+    assert [False, False, True, True] == [one == other for one, other in zip(before, digests(), strict=True)]
 
 
 def elsewhere(words: list[str]) -> list[str]:

@@ -156,6 +156,7 @@ def test_one_letter_off_is_found(name, data):
         ("swift.max_length was 8, now 9; custom.val_jsonl is", "--max_length was 8, now 9; --val_dataset is"),
         ("model.safetensors in run/model.model, of python -m swift.cli.sft", None),
         ("template.prompt was 'a', now 'training.'", None),
+        ("lower training.packing_length_precompute_workers", None),
     ],
 )  # fmt: skip
 def test_a_message_about_a_command_names_its_arguments(of_yaml, of_command):
