@@ -13,9 +13,10 @@ The trainer has these fixes, without which training would go wrong silently:
 - an error before saving, if a loss, gradient or weight is not finite
 
 With a plan, the packs of a step pass through these methods, from top to bottom. The table names the
-class that defines each method, which is `PlanTrainer` or a base class of it. If no base class of
-ours defines a method too, `super()` calls the method of ms-swift or transformers. `LogsPacks` adds
-statistics to the log, and `KeepsCheckpoints` checks weights and adds digests.
+class that defines each method, which is `PlanTrainer` or a base class of it. Few methods are
+defined by several of these classes, so `super()` usually calls a method of ms-swift or
+transformers. `LogsPacks` adds statistics to the log, and `KeepsCheckpoints` checks weights and adds
+digests.
 
 | method | class | does |
 |---|---|---|
