@@ -376,12 +376,13 @@ def test_a_removed_hook_leaves_the_model_alone():
     assert_same(model, unpad(model), batch)
 
 
-def test_attention_weights_are_refused_by_their_name():
+def test_attention_weights_are_refused_by_their_name(monkeypatch):
     """In a call or in the config; also in a first call, whose padded pass would compute them."""
     with pytest.raises(ArgumentError, match=r"^unpad computes no attention weights: .*output_attentions"):
         hooked()[0](**batch_of(padded()), output_attentions=True)
     model = hooked()[0]
-    vars(model.config)["_output_attentions"] = True  # as models that were loaded for eager have it
+    # As models that were loaded for eager have it; other tests share this model.
+    monkeypatch.setitem(vars(model.config), "_output_attentions", True)
     with pytest.raises(ArgumentError, match="or set its config"):
         model(**batch_of(padded()))
 
