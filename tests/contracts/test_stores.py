@@ -268,7 +268,7 @@ def test_another_runs_lengths_are_taken_over_once_if_they_fit(tmp_path):
     ("name", "changed", "saved_as", "reason"),
     [
         ("lengths.json", {"schema": "packplan lengths 99"}, "lengths.json", "packplan lengths 99"),
-        ("raw_plan.json", {"num_tokens": 1}, "raw_plan.json", "differs in num_tokens"),
+        ("raw_plan.json", {"num_tokens": 1}, "raw_plan.json", "contradict its num_tokens"),
         ("plan_ws2.json", {"pad_needed": 7}, "plan_ws2.json", "pad_needed"),
         ("schedule_ws2.json", {"epochs": [{"epoch": 0}]}, "schedule_ws2.json", "its records do not describe epochs"),
         ("plan_ws2.json", {}, "plan_ws4.json", "file name"),

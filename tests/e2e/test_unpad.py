@@ -382,7 +382,7 @@ def test_attention_weights_are_refused_by_their_name(monkeypatch):
         hooked()[0](**batch_of(padded()), output_attentions=True)
     model = hooked()[0]
     # As models that were loaded for eager have it; other tests share this model.
-    monkeypatch.setitem(vars(model.config), "_output_attentions", True)
+    monkeypatch.setitem(vars(model.config), "_output_attentions", value=True)
     with pytest.raises(ArgumentError, match="or set its config"):
         model(**batch_of(padded()))
 
