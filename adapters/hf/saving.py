@@ -117,12 +117,19 @@ class KeepsCheckpoints:
     state: Any
     last_save: str | None = None
 
-    def keep_checkpoints(self, *, replaces_handler: bool = False) -> None:
+    def keep_checkpoints(
+        self, *, any_rank: Callable[[bool], bool] | None = None, replaces_handler: bool = False, **entries: Any
+    ) -> None:
         """
-        Make the trainer save on SIGTERM and check weights; `SaveOnSigterm` explains
-        *replaces_handler*.
+        Make the trainer save on SIGTERM, and check weights before each save.
+
+        Args:
+            any_rank: See `SaveOnSigterm`; None asks the trainer's own process group.
+            replaces_handler: See `SaveOnSigterm`.
+            **entries: Entries of the trainer's state in each checkpoint.
         """
-        self._sigterm, self._weights = SaveOnSigterm(self.any_rank, replaces=replaces_handler), WeightSize()
+        self._any_rank, self._entries = any_rank or self._reduce_flag, entries
+        self._sigterm, self._weights = SaveOnSigterm(self._any_rank, replaces=replaces_handler), WeightSize()
         for own in (self._sigterm, self._weights):
             self.add_callback(own)  # type: ignore[attr-defined]  # of the trainer's class
 
@@ -131,8 +138,7 @@ class KeepsCheckpoints:
         """Whether SIGTERM ended training."""
         return self._sigterm.received
 
-    def any_rank(self, flag: bool) -> bool:  # noqa: FBT001  # as in `RankGroup`
-        """Return whether the flag is set on any rank. Every rank has to call this method."""
+    def _reduce_flag(self, flag: bool) -> bool:  # noqa: FBT001  # as in `RankGroup`
         return bool(self.accelerator.reduce(torch.tensor(float(flag), device=self.args.device)))
 
     def _inner_training_loop(self, *arguments: Any, **options: Any) -> Any:
@@ -146,6 +152,7 @@ class KeepsCheckpoints:
             what = f"the root mean square of the trained weights after optimizer step {self.state.global_step:,}"
             raise not_finite_error(f"{what} ({before:.3g} before the first)", size)
         add_digest_on_save(self.state)
+        self.state.stateful_callbacks |= self._entries
         with wrap_save_errors(Path(self.args.output_dir)):
             super()._save_checkpoint(*arguments, **options)  # type: ignore[misc]  # of the trainer's class
         self.last_save = str(Path(self.args.output_dir) / f"{PREFIX_CHECKPOINT_DIR}-{self.state.global_step}")
@@ -157,13 +164,13 @@ class KeepsCheckpoints:
             remove_digests(folder)
         # Each rank reads files of other ranks. The trainer's state comes next, and makes the
         # checkpoint whole.
-        self.any_rank(False)  # noqa: FBT003  # only its arrival counts
+        self._any_rank(False)  # noqa: FBT003  # only its arrival counts
         # If every node writes its own checkpoint, the node's ranks share it.
         on_node = args.local_process_index, int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
         share, num_shares = on_node if args.save_on_each_node else (args.process_index, args.world_size)
         write_digests(folder, share=share, num_shares=num_shares)
         self.state.stateful_callbacks[_MARK] = {}
-        self.any_rank(False)  # noqa: FBT003
+        self._any_rank(False)  # noqa: FBT003
 
 
 def remove_digests(folder: Path) -> None:

@@ -155,7 +155,7 @@ class CheckedTrainer(KeepsCheckpoints, StopsAtNonFinite, ComputesPacks, TimesSte
         self.data_collator: Any = Collator(self.template, packed=packed, reduction=reduction)
         for printing in (ProgressCallbackNew, PrinterCallbackNew):
             self.remove_callback(printing)
-        self.keep_checkpoints(replaces_handler=True)
+        self.keep_checkpoints(any_rank=group.any, replaces_handler=True, **attention_entry(attention.name))
         self._console = RunConsole(draws=not self.args.disable_tqdm)
         for own in (SkipDuplicateFinalEval(), KeepIntervals(), self._console):
             self.add_callback(own)
@@ -164,10 +164,6 @@ class CheckedTrainer(KeepsCheckpoints, StopsAtNonFinite, ComputesPacks, TimesSte
     def is_sharded(self) -> bool:
         """Whether FSDP or DeepSpeed is in use, so that checkpoints may be sharded."""
         return bool(self.is_fsdp_enabled or self.is_deepspeed_enabled)
-
-    def any_rank(self, flag: bool) -> bool:  # noqa: FBT001  # as in `RankGroup`
-        """Return whether the flag is set on any rank; RunError if a rank has ended."""
-        return self.group.any(flag)
 
     @property
     def precision(self) -> Precision:
@@ -214,10 +210,6 @@ class CheckedTrainer(KeepsCheckpoints, StopsAtNonFinite, ComputesPacks, TimesSte
             self._console.close()
             for loader in self._loaders:
                 loader.close()
-
-    def _save_checkpoint(self, *arguments: Any, **options: Any) -> None:
-        self.state.stateful_callbacks |= attention_entry(self.attention.name)
-        super()._save_checkpoint(*arguments, **options)
 
     def _load_optimizer_and_scheduler(self, *arguments: Any, **options: Any) -> None:
         needed = {*chain(*self.optimizer.param_groups)}

@@ -287,7 +287,7 @@ def test_a_run_prints_what_it_compares_and_where_it_goes_on(tmp_path, capsys):
             r"comparing a pack of (\d+) samples? with its samples alone, before the first step", printed
         )
         assert f"{int(num) + 1} forward and backward passes" in printed
-        assert bool(folder) == ("training goes on after step 1: 1 pack of epoch 0 is trained" in printed)
+        assert bool(folder) == ("training continues after step 1: 1 pack of epoch 0 is trained" in printed)
 
 
 SAVES = {"max_steps": 4, "save_strategy": "steps", "save_steps": 2}
