@@ -1,7 +1,8 @@
 """
-Commands of `packplan`. They combine the functions of core with the adapters.
-`python -m app.COMMAND` imports this package first, so that Ctrl-C prints one line instead of a
-traceback even while modules are being imported.
+Commands of `packplan`.
+
+They combine the functions of core with the adapters. `python -m app.COMMAND` imports this package
+first, so that Ctrl-C prints one line instead of a traceback even while modules are being imported.
 """
 
 import sys

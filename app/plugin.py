@@ -1,11 +1,12 @@
 """
-Write the plugin that trains planned packs inside another tool's own command.
+Write a plugin that trains planned packs inside an ms-swift command.
 
-`packplan plugin swift -o plugin.py`, then `swift sft ... --packing true --external_plugins
-plugin.py`: see docs/use-it-in/swift.md. Types of `swift rlhf` other than dpo take the plugin
-without `--packing`: they train batches of their own, and compute no padding. With the words of a
-command, as in `packplan plugin swift -o plugin.py swift sft --model ...`, the command is planned
-first, and the plugin refuses every other plan.
+`packplan plugin swift -o plugin.py`, then
+`swift sft ... --packing true --external_plugins plugin.py`: see docs/use-it-in/swift.md. Types of
+`swift rlhf` other than dpo use the plugin without `--packing`: they train ms-swift's own batches,
+without computing padding. If the arguments end with an ms-swift command, as in
+`packplan plugin swift -o plugin.py swift sft --model ...`, the command is planned first, and the
+plugin refuses every other plan.
 """
 
 from functools import partial
@@ -38,10 +39,10 @@ install({options})
 def main(arguments: list[str] | None = None) -> int:
     """Run the command; return its exit status."""
     parser = command_parser("plugin", __doc__)
-    parser.add_argument("tool", choices=["swift"], help="the tool that trains: swift is ms-swift")
+    parser.add_argument("tool", choices=["swift"], help="tool that trains: swift means ms-swift")
     parser.add_argument(
         "source", nargs="?", metavar="swift sft ...",
-        help="the words of a command, at the end: the plugin trains its plan only",
+        help="an ms-swift command, at the end: the plugin then trains only its plan",
     )  # fmt: skip
     parser.add_argument(
         "-o", "--output", type=Path, metavar="plugin.py", default=Path("plugin.py"),
@@ -57,13 +58,13 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--no-check", action="store_true", help="do not compare the first pack with its samples alone")
     parser.add_argument(
         "--sequence-parallel-size", choices=["auto"], metavar="auto",
-        help="let as many ranks share a pack that is longer than --packing_length as it needs",
+        help="split each pack longer than --packing_length over as many ranks as it needs",
     )  # fmt: skip
     parser.add_argument(
         "--max-sequence-parallel-size", type=parse_ranks, metavar="N",
-        help="most ranks that share a pack, a power of two (default: the largest that divides the ranks)",
+        help="most ranks that share a pack, a power of two (default: the largest that divides the number of ranks)",
     )  # fmt: skip
-    parser.add_argument("--world-size", type=parse_ranks, metavar="N", help="ranks (default: those of the command)")
+    parser.add_argument("--world-size", type=parse_ranks, metavar="N", help="ranks (default: as in the command)")
     add_logging_options(parser)
     own, words = split_command(arguments, skip=1)
     options = parser.parse_intermixed_args(own)
@@ -73,7 +74,7 @@ def main(arguments: list[str] | None = None) -> int:
         given: dict[str, Any] = {}
         most: int | None = options.max_sequence_parallel_size
         if most is not None and (not options.sequence_parallel_size or most & (most - 1)):
-            reason = f"is {most}, but has to be a power of two beside --sequence-parallel-size auto, which it limits"
+            reason = f"is {most}, but has to be a power of two, and needs --sequence-parallel-size auto"
             raise ConfigError.for_key("--max-sequence-parallel-size", reason)
         if options.sequence_parallel_size:
             given["degrees"] = most or options.sequence_parallel_size
@@ -97,7 +98,10 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def install(**options: Any) -> None:
-    """Install the plugin with stored lengths in ms-swift; see `adapters.swift.install`."""
+    """
+    Install the plugin in ms-swift, with a function that finds stored lengths; see
+    `adapters.swift.install`.
+    """
     from packplan.adapters import swift
     from packplan.app.opening.command_rows import take_stored_lengths
 
@@ -105,7 +109,10 @@ def install(**options: Any) -> None:
 
 
 def plan_command(config: RunConfig) -> str:
-    """Plan a command on its ranks; return its plan's checksum, by ms-swift's indices of rows."""
+    """
+    Plan a command for its number of ranks; return the checksum of its plan, over ms-swift's row
+    indices.
+    """
     with loading_libraries():
         from packplan.app.opening.ranks import join_ranks
         from packplan.app.opening.splits import open_splits

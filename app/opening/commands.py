@@ -41,8 +41,10 @@ _LAUNCHERS = ("accelerate", "deepspeed", "torch.distributed.run", "torchrun")
 
 def require_traceable(config: RunConfig) -> None:
     """
-    Refuse a run whose step cannot be traced. This refuses runs on several ranks of torchrun, and
-    commands that train pairs, split texts, tasks other than causal LM, or batches of several packs.
+    Refuse a run whose step cannot be traced.
+
+    This refuses runs on several ranks of torchrun, and commands that train pairs, split texts,
+    tasks other than causal LM, or batches of several packs.
     """
     if (started := read_world_size()) > 1:
         raise ConfigError("torchrun", (Fault("", f"starts {started} ranks: use --world-size instead"),))

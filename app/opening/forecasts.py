@@ -1,6 +1,8 @@
 """
-Forecasts of a run, computed with its own trainer and packs. The memory of a step is traced without
-weights. The time of the run is predicted from a few timed steps.
+Forecasts of a run, computed with its own trainer and packs.
+
+The memory of a step is traced without weights. The time of the run is predicted from a few timed
+steps.
 """
 
 import math
@@ -81,8 +83,9 @@ def open_step_tracer(
     accumulates: bool,
 ) -> Iterator[StepTracer]:
     """
-    Yield a tracer of one rank's steps, with the model that a run trains. The model is on the device
-    `meta`, with frozen weights and adapters.
+    Yield a tracer of one rank's steps, with the model that a run trains.
+
+    The model is on the device `meta`, with frozen weights and adapters.
 
     Args:
         config: The run.

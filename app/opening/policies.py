@@ -19,8 +19,9 @@ from packplan.core.work.model import WorkModel
 
 def policy_of_split(config: RunConfig, split: str) -> PlanPolicy:
     """
-    Return the packing policy of a split. It includes the model's work if the packing algorithm uses
-    work.
+    Return the packing policy of a split.
+
+    It includes the model's work if the packing algorithm uses work.
     """
     uses_works = config.training.packing and "works" in ALGORITHMS[config.training.packing_algorithm].takes
     return plan_policy(config, split, work=work_of_run(config)[0] if uses_works else None)

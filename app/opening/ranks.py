@@ -36,7 +36,9 @@ def join_ranks(
 ) -> Iterator[RankGroup]:
     """
     Join torchrun's ranks, if there are several, compare their runs, and leave the process group at
-    the end. Configurations, options and versions are compared.
+    the end.
+
+    Configurations, options and versions are compared.
 
     Args:
         config: The run.
@@ -96,8 +98,9 @@ def _rank_values(config: RunConfig, options: Mapping[str, Any]) -> dict[str, str
 
 def read_settings_files(config: RunConfig) -> dict[str, Any]:
     """
-    Return the content of settings files and mixes that a run names, by key. Unreadable settings
-    files are left out, since the trainer refuses them later.
+    Return the content of settings files and mixes that a run names, by key.
+
+    Unreadable settings files are left out, since the trainer refuses them later.
     """
     found: dict[str, Any] = {}
     for key in SETTINGS_FILES:
@@ -145,8 +148,9 @@ def require_same_run(group: RankGroup, values: Mapping[str, str]) -> None:
 
 def require_same_weights(group: RankGroup, model: torch.nn.Module) -> None:
     """
-    Compare all weights of a model between ranks, each of which has the whole model. Every rank has
-    to call this.
+    Compare all weights of a model between ranks, each of which has the whole model.
+
+    Every rank has to call this.
 
     Raises:
         RunError: Weights differ; raised on all ranks.

@@ -1,6 +1,7 @@
 """
-Reads a run's YAML, and finds its model and data on this machine. If the model or data is missing,
-the run is refused before slow libraries are imported.
+Reads a run's YAML, and finds its model and data on this machine.
+
+If the model or data is missing, the run is refused before slow libraries are imported.
 """
 
 import contextlib

@@ -1,4 +1,4 @@
-"""Model, settings and trainer of a run, over a plan or a stream."""
+"""Builds the model, settings and trainer of a run, for a plan or a stream."""
 
 import logging
 from collections.abc import Callable, Iterable, Mapping
@@ -55,11 +55,13 @@ from packplan.core.stream import Order, RankState, StreamOptions, StreamProgress
 log = logging.getLogger(__name__)
 
 Differences = Callable[[State], tuple[Difference, ...]]
-"""Function from a checkpoint's resume state to its differences from this run."""
+"""Function from a checkpoint's resume state to the differences between it and this run."""
 
 
 def hide_trainer_progress(config: RunConfig) -> RunConfig:
-    """Return a run whose trainer shows no progress by default; hide transformers' bars now."""
+    """
+    Return a run whose trainer shows no progress bar by default, and hide transformers' own bars.
+    """
     disable_progress_bar()
     trainer = {"disable_tqdm": True, **config.training.trainer}
     return attrs.evolve(config, training=attrs.evolve(config.training, trainer=trainer))
@@ -81,8 +83,7 @@ def open_checkpoint(config: RunConfig, group: RankGroup, kind: type[State]) -> C
     """
     Return the checkpoint that a run resumes from; None if it starts from the beginning.
 
-    Its model, loss and settings are those of the run; the plan is not yet known. Every rank calls
-    this.
+    Every rank has to call this. The checkpoint's plan is not yet compared with that of the run.
 
     Args:
         config: The run.
@@ -90,9 +91,9 @@ def open_checkpoint(config: RunConfig, group: RankGroup, kind: type[State]) -> C
         kind: Class of the resume state: of a plan, or of a stream.
 
     Raises:
-        ConfigError: There is no such checkpoint, or it is damaged.
-        StaleError: The checkpoint is of another run.
-        RunError: Ranks have other checkpoints.
+        ConfigError: The checkpoint is missing or damaged.
+        StaleError: The checkpoint has another model, loss or settings.
+        RunError: Ranks found different checkpoints.
     """
     training = config.training
     if training.resume_from_checkpoint is None:
@@ -103,7 +104,8 @@ def open_checkpoint(config: RunConfig, group: RankGroup, kind: type[State]) -> C
 
 def resumable_plans(config: RunConfig) -> frozenset[str] | None:
     """
-    Return the names of plans from which a run may resume; None if it starts from the beginning.
+    Return the names of the plans in the checkpoints that a run may resume from; None without a
+    resume.
     """
     asked = config.training.resume_from_checkpoint
     return None if asked is None else saved_plans(str(asked), config.training.output_dir)
@@ -113,15 +115,16 @@ def match_checkpoint(
     config: RunConfig, group: RankGroup, checkpoint: Checkpoint[State], differences: Differences[State]
 ) -> Checkpoint[State]:
     """
-    Return *checkpoint* if it agrees with this run, else the newest one that does.
+    Return *checkpoint* if it agrees with this run, else the newest checkpoint that agrees.
 
-    Another one is taken only if the run resumes from `last`. StaleError if there is none.
+    Other checkpoints are tried only if the run resumes from `last`. Raises StaleError if no
+    checkpoint agrees.
 
     Args:
         config: The run.
         group: All ranks.
-        checkpoint: The checkpoint of `open_checkpoint`.
-        differences: Function from a resume state to its differences from this run.
+        checkpoint: Checkpoint that `open_checkpoint` returned.
+        differences: Function from a resume state to the differences between it and this run.
     """
     if not differences(checkpoint.resume_state):
         return checkpoint
@@ -131,7 +134,7 @@ def match_checkpoint(
 def _find_checkpoint(
     config: RunConfig, group: RankGroup, kind: type[State], differences: Differences[State]
 ) -> Checkpoint[State]:
-    """Find the checkpoint that a run names, and compare it between ranks."""
+    """Find the checkpoint that a run names, and check that all ranks found the same one."""
     checkpoint: Checkpoint[State] = find_checkpoint(
         str(config.training.resume_from_checkpoint),
         config.training.output_dir,
@@ -149,7 +152,7 @@ def _find_checkpoint(
 
 
 def identity_of_run(config: RunConfig) -> RunIdentity:
-    """Return the model, loss and settings of a run, as its checkpoints keep them."""
+    """Return the identity of a run, which its checkpoints store: model, loss and settings."""
     model = model_file_facts(Path(config.model.model), patterns=PROCESSING_FILES)
     model["template.template"] = swift_types(config.model, config.template)[1]
     return run_identity(config, files=read_settings_files(config), model=model)
@@ -157,7 +160,7 @@ def identity_of_run(config: RunConfig) -> RunIdentity:
 
 def resume_state(config: RunConfig, train: PlannedSplit, schedule: EpochSchedule) -> ResumeState:
     """
-    Return the resume state of a run that has not trained yet: its plan, data and settings.
+    Return the resume state of a run before its first step: its plan, data and settings.
 
     Args:
         config: The run.
@@ -176,15 +179,15 @@ def resume_state(config: RunConfig, train: PlannedSplit, schedule: EpochSchedule
 
 def open_arguments(config: RunConfig, *, world_size: int) -> TrainingArguments:
     """
-    Build the trainer's arguments; their accumulation gives the effective batch.
+    Build the trainer's arguments, with the accumulation steps that give the effective batch size.
 
     Args:
         config: The run.
-        world_size: Ranks, or groups of ranks that share rows.
+        world_size: Number of ranks; a group of ranks that share rows counts as one.
 
     Raises:
         ArgumentError: The effective batch size is impossible with this number of ranks.
-        ConfigError: ms-swift refuses a setting, or the trainer could not use it later.
+        ConfigError: ms-swift refuses a setting, or the trainer could not use a setting later.
     """
     accumulation = accumulation_of(config, world_size=world_size)
     arguments = make_training_arguments(config, gradient_accumulation_steps=accumulation.gradient_accumulation_steps)
@@ -204,8 +207,8 @@ def _open_model(
     degrees: Iterable[int] = (),
 ) -> tuple[Any, Any, RowGroups | None]:
     """
-    Load and prepare the model; return its template, which holds it too, the model, and the ranks
-    that share rows. *degrees* are those of the packs.
+    Load and prepare the model; return its template, the model, and the groups of ranks that share
+    rows. *degrees* are the numbers of ranks that share a pack.
     """
     template = encoder.template
     device = None if shards_weights(arguments) else arguments.device
@@ -214,7 +217,7 @@ def _open_model(
     if is_whole:
         require_same_weights(group, model)
     elif group.rank == 0:
-        log.info("the weights of the ranks were not compared: rank 0 shares its weights with them, and none holds all")
+        log.info("the weights of the ranks were not compared: they are sharded, so no rank holds all of them")
     rows = RowGroups.make([config.training.row_ranks], arguments.ddp_timeout_delta)
     if config.training.shares_by_degree:
         rows = RowGroups.make(degrees, arguments.ddp_timeout_delta, packing_length=config.packing_length)
@@ -235,16 +238,16 @@ def _open_model(
 
 def use_vision_tower_in_each_batch(model: Any, template: Any, arguments: TrainingArguments) -> None:
     """
-    Make ranks that share weights or gradients use the whole vision tower in every batch.
+    Make all ranks that share weights or gradients run the whole vision tower in every batch.
 
     Args:
-        model: Model that is ready to train.
+        model: Model that is prepared for training.
         template: Template of the model.
         arguments: Settings of the trainer.
 
     Raises:
-        ConfigError: The model has no function for image features, or no image reaches a part
-            of its tower.
+        ConfigError: The model has no function for image features, or some trained weights of its
+            vision tower are not used by any image.
     """
     dummy = dummy_image(model, template)
     waits = not shards_weights(arguments) and not arguments.ddp_find_unused_parameters
@@ -269,13 +272,14 @@ def build_trainer(
     group: RankGroup,
 ) -> PlanTrainer:
     """
-    Load the model and build its trainer over the planned packs.
+    Load the model, and build a trainer that trains the planned packs.
 
     Args:
         config: The run.
-        arguments: The trainer's settings, with the checkpoint that it resumes from.
-        splits: Planned splits: `train`, and perhaps `eval`.
-        schedule: Order of the packs of `train`; ranks that share every row count as one.
+        arguments: Settings of the trainer, including the checkpoint to resume from.
+        splits: Planned splits: The planned splits: `train`, and perhaps `eval`.
+        schedule: Schedule of the packs of `train`; a group of ranks that share every row counts as
+            one rank.
         state: Resume state of the run before training.
         attention: Attention of the run.
         group: The ranks.
@@ -302,7 +306,10 @@ def build_trainer(
 
 
 def _eval_dataset(split: PlannedSplit | None) -> PackedDataset | None:
-    """Return the packs of evaluation; None without a split, or without supervised tokens."""
+    """
+    Return the packs to evaluate; None if there is no split `eval`, or if it has no supervised
+    tokens.
+    """
     if split is None or not split.is_supervised:
         return None
     packs = split.raw.packs
@@ -310,7 +317,7 @@ def _eval_dataset(split: PlannedSplit | None) -> PackedDataset | None:
 
 
 def _packed_dataset(split: PlannedSplit, packs_of: Callable[[int], Packs], *, epoch: int = 0) -> PackedDataset:
-    """Return the packs of a planned split, which begins with those of *epoch*."""
+    """Return a data set of a planned split's packs, set to *epoch*."""
     dataset = PackedDataset(split.encoder, packs_of, split.table, packed=split.policy.packing)
     dataset.degrees = split.aligned.shared_by
     dataset.set_epoch(epoch)
@@ -321,7 +328,7 @@ def find_stream_start(
     checkpoint: Checkpoint[StreamState] | None, group: RankGroup, arguments: TrainingArguments
 ) -> tuple[StreamProgress, RankState]:
     """
-    Return the progress at which a stream starts: of all ranks, and of this rank.
+    Return the progress from which a stream starts: that of all ranks, and that of this rank.
 
     Args:
         checkpoint: Checkpoint to resume from; None starts from the beginning.
@@ -350,7 +357,7 @@ def build_stream_trainer(
     resume_state: Callable[[StreamProgress], StreamState],
 ) -> StreamTrainer:
     """
-    Load the model and build its trainer over a stream.
+    Load the model, and build a trainer that trains a stream.
 
     Args:
         config: The run.
@@ -360,8 +367,8 @@ def build_stream_trainer(
         attention: Attention of the run.
         group: The ranks.
         order: Order of the samples of `train` in an epoch.
-        start: Progress to start at, of all ranks and of this one.
-        resume_state: Function that makes the resume state of a checkpoint.
+        start: Progress to start from: that of all ranks, and that of this rank.
+        resume_state: Function that makes a checkpoint's resume state from the stream's progress.
     """
     training, encoder = config.training, train.encoder
     template, model, _ = _open_model(config, arguments, encoder, group, attention)

@@ -1,8 +1,8 @@
 """
-Verdict on whether a run's model may pack, and the attention that follows from it.
+Verdict on whether a run's model may be packed, and the choice of its attention backend.
 
-The model is probed as a small copy, and once more when it is loaded. A verdict is stored beside the
-plans, by a fingerprint of everything that it depends on.
+First a small copy of the model is probed, then the loaded model itself. A verdict is stored in the
+folder of the plans, with a fingerprint of everything that it depends on.
 """
 
 import logging
@@ -32,18 +32,18 @@ log = logging.getLogger(__name__)
 
 def decide_attention(config: RunConfig, *, isolated: bool) -> AttentionChoice:
     """
-    Choose the attention of a run, once, before anything is measured.
+    Choose the attention backend of a run, before anything is measured.
 
     The model is probed, unless its verdict is stored.
 
     Args:
         config: The run.
-        isolated: Refuse an attention that does not run here, or under which samples of a pack might
-            see each other.
+        isolated: Refuse a backend that does not run on this machine, or that may mix the samples of
+            a pack.
 
     Raises:
-        ModelError: The attention of `model.attn_impl` cannot be used, or is refused.
-        ConfigError: The kind of the model cannot be told from its folder.
+        ModelError: The backend in `model.attn_impl` cannot be used, or is refused.
+        ConfigError: The model type is unclear from the model's folder.
     """
     on_cpu = runs_on_cpu(config.training.trainer)
     if isolated:  # a backend that does not run here is refused before the model is probed
@@ -57,13 +57,11 @@ def decide_attention(config: RunConfig, *, isolated: bool) -> AttentionChoice:
 
 def require_packing_model(config: RunConfig) -> PackingVerdict | None:
     """
-    Return the verdict on a run's model; ModelError if it may not pack.
+    Return the verdict on a run's model; ModelError if it may not be packed, or if its attention
+    backend is not installed.
 
-    ModelError also if its attention is not installed. This comes before measuring, so that no hours
-    of it are wasted.
-
-    The verdict is None if no model is probed: nothing is packed, the attention needs a GPU that is
-    not here, or the run is a command of ms-swift, whose model the plugin probes.
+    The verdict is None if no model is probed: packing is off, the attention backend needs a GPU
+    that this machine lacks, or the run is an ms-swift command, whose model the plugin probes.
     """
     if not (config.training.packing and needs_verdict(config)):
         return None
@@ -74,7 +72,7 @@ def require_packing_model(config: RunConfig) -> PackingVerdict | None:
 
 
 def probe_unless_stored(config: RunConfig) -> PackingVerdict:
-    """Return the stored verdict on a run's model, or probe the model now."""
+    """Return the stored verdict on a run's model; without one, probe the model now."""
     on_cpu = runs_on_cpu(config.training.trainer)
     stored = load_verdict(config)
     if stored is not None and not (stored.strategy == "flash" and on_cpu):
@@ -85,7 +83,7 @@ def probe_unless_stored(config: RunConfig) -> PackingVerdict:
 
 @cache
 def _probe_once(digest: str, model: ModelConfig, attn_impl: str, *, on_cpu: bool) -> PackingVerdict:
-    """Probe a model, once in a process."""
+    """Probe a model; further calls in this process return the same verdict."""
     del digest
     start = time.monotonic()
     verdict = probe_small_copy(
@@ -100,17 +98,17 @@ def probe_loaded_model(
     config: RunConfig, model: Any, verdict: PackingVerdict, *, whole: bool, keep: bool, groups: RowGroups | None = None
 ) -> None:
     """
-    Probe the loaded model and store the verdict, unless that is known already.
+    Probe the loaded model, and store the verdict.
 
-    It is known if the model was probed on this device before, or its small copy failed.
+    The probe is skipped if the model was probed on this device before, or if its small copy failed.
 
     Args:
         config: The run.
         model: Model that is ready to train.
-        verdict: Verdict on its small copy.
-        whole: Whether this rank holds all weights; if not, nothing is probed.
+        verdict: Verdict on the small copy of the model.
+        whole: Whether this rank holds all weights; if not, the model is not probed.
         keep: Whether this rank stores the verdict.
-        groups: Ranks that share rows.
+        groups: Groups of ranks that share rows.
 
     Raises:
         ModelError: Samples are not kept apart, or differ from the samples alone.
@@ -121,26 +119,31 @@ def probe_loaded_model(
     if not whole:
         if keep and verdict.passes:
             log.info(
-                "the loaded model is not probed, since ranks share its weights: the probe of a small copy of it counts"
+                "the loaded model is not probed, since its weights are sharded: the probe of its small copy counts"
             )
     # `packplan check` also takes models that do not pass. Ranks that share a row are probed
     # together.
     elif verdict.passes and (groups is not None or place not in verdict.loaded_on):
         measured = probe_ready_model(model, native=verdict.native, named=config.model.attn_impl, groups=groups)
-        log.info("probe of the loaded model (%s) passed too: %s", place, measured)
+        log.info("probe of the loaded model (%s) also passed: %s", place, measured)
         verdict = attrs.evolve(verdict, loaded_on=(*verdict.loaded_on, place))
     if keep:
         store_verdict(config, verdict)
 
 
 def _choose_attention(config: RunConfig, verdict: PackingVerdict | None, *, on_cpu: bool) -> AttentionChoice:
-    """Return a run's attention by *verdict*, if there is one; ModelError if it refuses `varlen`."""
+    """
+    Return a run's attention backend, chosen by *verdict* if given; ModelError if it refuses
+    `varlen`.
+    """
     flash_installed = find_spec("flash_attn") is not None
     return choose_attention(config.model.attn_impl, verdict, flash_installed=flash_installed, on_cpu=on_cpu)
 
 
 def _refuse_leak(config: RunConfig, attention: AttentionChoice) -> None:
-    """Raise ModelError if an attention might mix samples of a pack, or does not run here."""
+    """
+    Raise ModelError if an attention backend might mix samples of a pack, or does not run here.
+    """
     if attention.leak is not None:
         verdict = attention.verdict
         model_type = config_model_type(config.model) if verdict is None else verdict.model_type
@@ -149,17 +152,14 @@ def _refuse_leak(config: RunConfig, attention: AttentionChoice) -> None:
 
 def needs_verdict(config: RunConfig) -> bool:
     """
-    Return whether a run's model has to be probed here.
-
-    That is so if it packs, or if its attention depends on the verdict. A command of ms-swift is not
-    probed here: the plugin probes its model.
+    Return whether a run's model is probed: it is packed, or its attention depends on the verdict.
     """
     return config.command is None and (config.training.packing or config.model.attn_impl in (AUTO, VARLEN))
 
 
 def verdict_key(config: RunConfig) -> Fingerprint:
     """
-    Return everything that the verdict on a model depends on; ConfigError if the folder is unclear.
+    Return everything that the verdict on a model depends on; ConfigError if its type is unclear.
     """
     packages = {name: installed_version(name) for name in ("torch", "transformers", "ms-swift", "flash-attn")}
     return Fingerprint(
@@ -175,15 +175,13 @@ def verdict_key(config: RunConfig) -> Fingerprint:
 
 def load_verdict(config: RunConfig) -> PackingVerdict | None:
     """
-    Return the stored verdict on a run's model as it is now; None if there is none.
-
-    CorruptArtefactError if it is damaged.
+    Return the stored verdict on a run's current model; None if there is no such verdict.
     """
     return _open_verdicts(config).load(verdict_key(config))
 
 
 def store_verdict(config: RunConfig, verdict: PackingVerdict) -> None:
-    """Keep the verdict on a run's model beside its plans."""
+    """Store the verdict on a run's model in the folder of its plans."""
     if verdict != load_verdict(config):
         _open_verdicts(config).save(verdict_key(config), verdict)
 

@@ -1,1 +1,1 @@
-"""`packplan plan`: one module for each of its commands, and the stored splits that they open."""
+"""`packplan plan`: a module for each of its commands, and one that opens stored splits."""

@@ -1,9 +1,9 @@
 """
 Plan a run before you pay for it: `build` measures and plans as training would.
 
-The other commands use what it stored. `time` trains some steps, on the run's own hardware. The
-others need no GPU and load no weights, and take a command of ms-swift in place of a run's YAML:
-`packplan plan build swift sft --model ...`.
+The other commands use the stored lengths and plan. `time` trains some steps, on the run's own
+hardware. All other commands need no GPU and load no weights, and accept an ms-swift command instead
+of a run's YAML: `packplan plan build swift sft --model ...`.
 """
 
 import argparse
@@ -14,13 +14,13 @@ from packplan.app.plan import build, diff, fit, report, show, time, verify, what
 
 COMMANDS = {
     "build": (build, "measure and plan"),
-    "show": (show, "figures of what is stored"),
-    "whatif": (whatif, "the same figures for other packing lengths and ranks"),
-    "report": (report, "one page about what is stored, with plots"),
+    "show": (show, "show the figures of the stored plan"),
+    "whatif": (whatif, "show the same figures for other packing lengths and numbers of ranks"),
+    "report": (report, "write a page about the stored plan, with plots"),
     "diff": (diff, "compare two plans: inputs, samples, packs and steps"),
-    "time": (time, "how long training takes, from steps that are trained here"),
-    "fit": (fit, "memory of a step, and the longest packing length that fits"),
-    "verify": (verify, "check that what is stored is what training would use"),
+    "time": (time, "predict how long training takes, from a few steps that are trained now"),
+    "fit": (fit, "predict the memory of a step, and the longest packing length that fits"),
+    "verify": (verify, "check that stored lengths and plan match the data, model and YAML"),
 }
 
 

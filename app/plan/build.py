@@ -33,16 +33,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_config_arguments(parser)
     parser.add_argument(
         "--world-size", type=parse_ranks, metavar="N",
-        help="number of ranks (those that share rows count as one; default: those that run)",
+        help="number of ranks (a group that shares rows counts as one; default: the ranks of this command)",
     )  # fmt: skip
     add_ray_option(parser)
     parser.add_argument(
-        "--list-failures", action="store_true", help="do not stop at bad records; print all of them, by their reason"
+        "--list-failures", action="store_true", help="do not stop at bad records; print all of them, grouped by reason"
     )
 
 
 def run(options: argparse.Namespace) -> None:
-    """Measure and plan the run, and log the next commands."""
+    """Measure and plan the run, and log the commands that show the plan and train it."""
     with raising_on_all_ranks():
         config = read_run_or_command(options.config, options.overrides, world_size=options.world_size)
         config = measured_by_ray(config, options.ray)
@@ -79,7 +79,9 @@ def run(options: argparse.Namespace) -> None:
 
 
 def _log_next(config: RunConfig, words: list[str], ranks: int) -> None:
-    """Log the plan's folder, and the commands that show it and train it on *ranks* processes."""
+    """
+    Log the plan's folder, and the commands that show the plan and train it on *ranks* processes.
+    """
     typed = [shlex.quote(word) for word in words]
     train = f"torchrun --nproc-per-node {ranks} -m packplan.app.sft" if ranks > 1 else "packplan sft"
     rows = {"to see it": format_command("packplan plan show", *typed), "to train": format_command(train, *typed)}
@@ -93,11 +95,11 @@ def build(
     config: RunConfig, group: RankGroup, *, splits: Sequence[Split], world_size: int | None = None
 ) -> list[PlannedSplit]:
     """
-    Measure and plan splits as training would, and return them.
+    Measure and plan splits as training would, and return the planned splits.
 
     Args:
         config: The run.
-        group: The ranks that measure.
+        group: Ranks that run this command.
         splits: Splits to build, `train` first.
         world_size: Number of ranks to align for; None takes the size of *group*.
 

@@ -1,10 +1,10 @@
 """
-Compare two plans: which inputs differ, which samples are in another pack, and the packs and steps.
-The exit status is 3 if anything differs.
+Compare two plans: their inputs, packs and steps, and which samples are in different packs. The exit
+status is 3 if anything differs.
 
-A and B are each a run.yaml that is built, the output folder of a run, or a checkpoint; B may also
-be the words of a command. Samples are compared by their place in the data. The packs of a
-checkpoint are known as long as the folder of its run has them.
+A and B may each be a run.yaml whose plan is built, the output folder of a run, or a checkpoint. B
+may also be an ms-swift command. Samples are compared by their index in the data. The packs of a
+checkpoint are compared if the folder of its run still stores them.
 """
 
 import argparse
@@ -42,13 +42,16 @@ Facts = dict[str, Mapping[str, Any]]
 """Inputs and counts of a plan by group, such as `data`, `lengths` and `plan`."""
 
 Side = tuple[Facts, Packs | None]
-"""Known facts of a plan, and its packs unless a checkpoint's are no longer stored."""
+"""
+Facts about a plan, and its packs; None instead of packs if a checkpoint's packs are no longer
+stored.
+"""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the command's arguments."""
     parser.add_argument("first", metavar="A", help="a run.yaml, an output folder or a checkpoint")
-    parser.add_argument("second", metavar="B", help="another one, whose keys may be overridden")
+    parser.add_argument("second", metavar="B", help="another one; overrides change the keys of a YAML")
     add_overrides(parser)
     parser.add_argument("--split", choices=["train", "eval"], default="train", help="split (default: train)")
     parser.add_argument("--world-size", type=parse_ranks, metavar="N", help="number of ranks (default: as for show)")
@@ -86,14 +89,14 @@ def run(options: argparse.Namespace) -> None:
 
 
 def _value_text(value: Any) -> str:
-    """Return a value for people: digests by their first characters, and few digits of a share."""
+    """Return a value as short text: the first characters of a digest, and few digits of a share."""
     if isinstance(value, float):
         return f"{value:.6g}"
     return f"{value[:12]}…" if isinstance(value, str) and re.fullmatch("[0-9a-f]{64}", value) else str(value)
 
 
 def _open_side(name: str, words: Sequence[str], split: str, world_size: int | None) -> Side:
-    """Open a run, of which *words* are overrides, or a folder of a run or a checkpoint."""
+    """Open a run, with *words* as overrides, or the folder of a run or a checkpoint."""
     folder = Path(name)
     if not folder.is_dir():
         return _run_side(read_run_or_command(name, words, world_size=world_size), split, world_size)
@@ -103,7 +106,7 @@ def _open_side(name: str, words: Sequence[str], split: str, world_size: int | No
     if state is None:
         return _stored_side(*find_stored_plan(folder, split))
     if split != "train":
-        raise ConfigError.for_key("--split", f"is {split}, but a checkpoint is of the training data alone")
+        raise ConfigError.for_key("--split", f"is {split}, but a checkpoint has only the plan of the training data")
     known: Facts = {"packs": {"checksum": state.plan}, "plan": state.inputs, "run": _settings(state.identity)}
     known |= {"data": {"sha256": state.data}, "order": {"seed": state.seed, "shuffle": state.shuffle}}
     facts = {group: held for group, held in known.items() if held}  # a plan of the library has no inputs
@@ -140,6 +143,9 @@ def _stored_side(stored: StoredPlan, lengths: StoredLengths | None) -> Side:
 
 
 def _settings(identity: RunIdentity) -> dict[str, Any]:
-    """Return the settings of training, without files: only a checkpoint has their content."""
+    """
+    Return the settings of training, without the content of settings files, which only a checkpoint
+    has.
+    """
     held, files = {**identity.fixed.inputs, **identity.changeable.inputs}, tuple(PATH_KEYS)
     return {key: held[key] for key in held if key.startswith("training.") and not key.startswith(files)}

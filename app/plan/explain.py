@@ -1,4 +1,7 @@
-"""Explains one pack or sample of a plan: its content, its place in the data, its training steps."""
+"""
+Explains one pack or sample of a plan: its content, its location in the data, and the steps that
+train it.
+"""
 
 import json
 from collections.abc import Iterator
@@ -33,7 +36,7 @@ def explain_sample(config: RunConfig, opened: StoredSplit, sample: int) -> dict[
         sample: Index of its record.
 
     Raises:
-        DataSetError: There is no such sample.
+        DataSetError: There is no sample with this index.
     """
     for bad in opened.lengths.origin.bad:
         if bad.index == sample:
@@ -61,7 +64,7 @@ def explain_pack(config: RunConfig, opened: StoredSplit, pack: int) -> dict[str,
         pack: Index of the pack.
 
     Raises:
-        DataSetError: There is no pack of that number.
+        DataSetError: There is no pack with this index.
     """
     number = len(opened.split.raw.packs)
     if pack >= number:
@@ -70,7 +73,10 @@ def explain_pack(config: RunConfig, opened: StoredSplit, pack: int) -> dict[str,
 
 
 def _records_if_as_many(config: RunConfig, opened: StoredSplit) -> FileRecords | None:
-    """Return the records of a split; None if they are missing, or their number has changed."""
+    """
+    Return the records of a split; None if data files are missing, or the number of records has
+    changed.
+    """
     try:
         records = open_split_records(config, opened.split.name)
     except DataSetError:
@@ -106,7 +112,7 @@ def _describe_sample(opened: StoredSplit, records: FileRecords | None, sample: i
 
 
 def explanation_lines(explanation: dict[str, Any]) -> Iterator[str]:
-    """Yield the lines of text that explain a pack or a sample to people."""
+    """Yield lines of text that explain a pack or a sample."""
     if "sample" in explanation:
         yield _sample_line(explanation)
         yield f"  {_PLACES[explanation['place']]}"

@@ -1,9 +1,10 @@
 """
-Say how much memory a training step takes on each rank, and the longest template.max_length that
-fits, without the hardware.
+Predict how much memory a training step needs on each rank, and the longest template.max_length that
+fits, without the training hardware.
 
-The run's own model, of its config.json alone, is traced on packs of its plan: nothing is computed.
-Without a stored plan, the run is measured and planned as `packplan plan build` does.
+The command traces the run's model on packs of its plan. It needs only the model's config.json, and
+computes no values. If no plan is stored, it measures and plans the run first, as
+`packplan plan build` does.
 """
 
 import argparse
@@ -50,29 +51,29 @@ class PackMemory:
 
 @attrs.frozen
 class MemoryFit:
-    """Memory of a run's training step on one rank, and whether the device has that much."""
+    """Memory of a run's training step on one rank, and whether the device has enough."""
 
     world_size: int
     sharding: ModelSharding
     memory: int | None
-    """Bytes of each rank's device; None if not given."""
+    """Bytes of memory of each rank's device; None if not given."""
 
     packs: tuple[PackMemory, ...]
-    """Heaviest pack of the plan, and a full one like it."""
+    """Heaviest pack of the plan, and a full pack with the same proportions."""
 
     longest: LongestFit | None
-    """Longest packing length that fits; None if the memory is not given."""
+    """Longest packing length that fits; None if no memory is given."""
 
     notes: tuple[str, ...]
 
     @property
     def fits(self) -> bool | None:
-        """Whether `needed_bytes` fit into the given memory; None if no memory was given."""
+        """Whether `needed_bytes` fit into the given memory; None if no memory is given."""
         return None if self.memory is None else self.needed_bytes <= self.memory
 
     @property
     def needed_bytes(self) -> int:
-        """Bytes that a step on the heaviest of `packs` takes on a rank, with the margin."""
+        """Bytes that a step on the heaviest of `packs` needs on a rank, including the margin."""
         return add_margin(max(one.peak.total for one in self.packs))
 
 
@@ -80,7 +81,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the command's arguments."""
     add_config_arguments(parser)
     parser.add_argument("--memory", type=parse_memory, metavar="80GiB", help="memory of each rank's device")
-    parser.add_argument("--world-size", type=parse_ranks, metavar="N", help="ranks that train (default: 1)")
+    parser.add_argument("--world-size", type=parse_ranks, metavar="N", help="number of ranks that train (default: 1)")
     parser.add_argument("--json", action="store_true", help="print one JSON document instead of a table")
 
 
@@ -93,14 +94,14 @@ def parse_memory(text: str) -> int:
 
 
 def run(options: argparse.Namespace) -> None:
-    """Plan the run, trace a training step, and print its memory."""
+    """Plan the run, trace a training step, and print the memory of the step."""
     config = read_run_or_command(options.config, options.overrides, world_size=options.world_size)
     refuse_stream(config)
     if not config.training.packing:
-        reason = "is false, but the forecast is of the memory of packs: set it to true"
+        reason = "is false, but only the memory of packs can be predicted: set it to true"
         raise ConfigError.for_key("training.packing", reason)
     if config.training.row_ranks > 1:
-        reason = "shares rows over ranks, but the forecast is of the memory of whole rows: set it to 1"
+        reason = "splits rows over ranks, but only the memory of whole rows can be predicted: set it to 1"
         raise ConfigError.for_key("training.sequence_parallel_size", reason)
     require_traceable(config)
     require_inputs(config)
@@ -128,11 +129,12 @@ def _sharding_of(config: RunConfig) -> ModelSharding:
 
 def forecast_memory(config: RunConfig, *, memory: int | None, ranks: int) -> MemoryFit:
     """
-    Plan a run if it has no plan, and return the memory of its training step.
+    Plan a run if no plan is stored, and return the memory of its training step.
 
     Args:
         config: The run.
-        memory: Bytes of each rank's device; None skips the search for the longest packing length.
+        memory: Bytes of memory of each rank's device; None skips the search for the longest packing
+            length.
         ranks: Number of ranks.
 
     Raises:
@@ -182,23 +184,23 @@ def forecast_memory(config: RunConfig, *, memory: int | None, ranks: int) -> Mem
 
 
 def _assumptions(config: RunConfig) -> list[str]:
-    """Return the assumptions behind the figures, a sentence each."""
+    """Return the assumptions behind the figures, one sentence for each."""
     on_gpu = not config.training.trainer.get("use_cpu")
     others = ", and for CUDA and NCCL: an assumption, not measured on a GPU" if on_gpu else ": an assumption"
     notes = [f"{MARGIN:.0%} are added for rounding and fragmentation of blocks{others}"]
     if config.training.trainer.get("use_liger_kernel"):
         notes.append("fused losses are computed by leaving logits out, and were never compared with a measured peak")
     if on_gpu:
-        notes.append("buffers that a GPU's kernels take and free within one call are not counted")
+        notes.append("buffers that GPU kernels allocate and free within one call are not counted")
     if config.training.shares_by_degree:
-        notes.append("of a pack that ranks share, a rank's share is traced, without the embeddings of the whole row")
+        notes.append("for a pack that ranks share, a rank's share is traced, without the embeddings of the whole row")
     if config.model.quant_method is not None:
-        notes.append("weights are traced unquantised: model.quant_method is not counted")
+        notes.append("weights count as not quantised: model.quant_method is ignored")
     return notes
 
 
 def _packs_to_trace(train: PlannedSplit) -> dict[int, list[Any]]:
-    """Return pack index -> encoded samples, of the packs that may need the most memory."""
+    """Return pack index -> encoded samples for the packs that may need the most memory."""
     table, packs = train.table, train.raw.packs
     names = ("length", "supervised", "patches", "video_patches")
     tokens, supervised, images, videos = (packs.sums(column(table, name).astype(np.int64)) for name in names)
@@ -233,7 +235,7 @@ def _print(found: MemoryFit) -> None:
 
 def excess_message(found: MemoryFit) -> str:
     """
-    Return the message that a plan needs too much memory, and the packing length that would fit.
+    Return an error message: how much memory the plan needs, and the packing length that would fit.
     """
     needed, memory = bytes_text(found.needed_bytes), bytes_text(found.memory or 0)
     need = f"a step of the plan takes up to {needed} on each rank, of {memory}"
@@ -251,7 +253,7 @@ def excess_message(found: MemoryFit) -> str:
 
 def _print_longest(longest: LongestFit, report: Callable[[str], None]) -> None:
     if not longest.tokens:
-        report("no packing length fits: add ranks that share the model, checkpointing, or adapters")
+        report("no packing length fits: shard the model over more ranks, or use gradient checkpointing or adapters")
         return
     end = ", the last position of the model" if longest.limited else ""
     report(f"longest packing length that fits: {longest.tokens:,}{end} (peak {bytes_text(longest.peak)})")

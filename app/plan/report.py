@@ -1,9 +1,10 @@
 """
-Write a page about a stored plan: lengths of each source, packs and their fill, what is left out,
-work of each step over the ranks, and packs by other algorithms.
+Write a page about a stored plan: the lengths of each source, packs and their fill, left-out
+samples, the work of each step on each rank, and the number of packs by other algorithms.
 
-The page is one HTML file that loads nothing and runs no script, for light and dark screens and
-phones. Its figures are those of show --all. Time and memory are shown if the run was trained.
+The page is one HTML file that loads no other files and runs no scripts. It supports light and dark
+mode, and phones. Its figures are those of show --all. If the run was trained, the page also shows
+its time and memory.
 """
 
 import argparse
@@ -36,7 +37,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "-o", "--output", type=Path, default=Path("report.html"), metavar="FILE", help="page (default: report.html)"
     )
-    parser.add_argument("--split", choices=["train", "eval"], help="only this one (default: all that the run has)")
+    parser.add_argument("--split", choices=["train", "eval"], help="only this split (default: all splits of the run)")
     parser.add_argument("--world-size", type=parse_ranks, metavar="N", help="number of ranks (default: as for show)")
 
 
@@ -53,7 +54,7 @@ def run(options: argparse.Namespace) -> None:
 
 def reported_plan(opened: StoredSplit, measured: Iterable[Figure] = ()) -> ReportedPlan:
     """
-    Return a split's plan in the form that the page shows.
+    Return a split's plan as the content of the page.
 
     Args:
         opened: Stored lengths and plan of the split.
@@ -75,7 +76,9 @@ def reported_plan(opened: StoredSplit, measured: Iterable[Figure] = ()) -> Repor
 
 
 def _source_lengths(opened: StoredSplit) -> dict[str, IntArray]:
-    """Return the tokens of the samples of the largest sources, and of all others together."""
+    """
+    Return the lengths of samples of each of the largest sources, and of all other sources together.
+    """
     lengths, files = opened.lengths.tokens, opened.lengths.origin.files
     if not files:
         return {"samples": lengths[lengths > 0]}
@@ -115,7 +118,7 @@ def _measured(folder: Path) -> Iterator[Figure]:
         for key in ("train_speed(s/it)", "memory(GiB)")
     )
     if seconds:
-        remark = "the mean of the last training"
+        remark = "mean of the last training run"
         yield Figure("step_seconds", "seconds of a step, measured", time_text(seconds[-1]), remark)
     if memory:
         yield Figure("peak_memory", "peak memory, measured", f"{max(memory):.2f} GiB", "of rank 0")

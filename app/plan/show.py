@@ -1,9 +1,10 @@
 """
-Show what is stored: which samples the plan leaves out, how full its packs are, and how many steps
-training takes. With --all, every figure.
+Show the stored plan: which samples it leaves out, how full its packs are, and how many steps
+training takes. --all shows every figure.
 
-Reads what build stored: no data, no model, neither torch nor ms-swift. verify finds out whether it
-still fits the data. With --pack or --sample, one pack or sample is explained.
+The command reads only the files that build has stored; it needs no data, no model, no torch and no
+ms-swift. verify checks whether the plan still matches the data. --pack and --sample explain one
+pack or one sample.
 """
 
 import argparse
@@ -40,21 +41,21 @@ SHOWN = 10
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the command's arguments."""
     add_config_arguments(parser)
-    parser.add_argument("--split", choices=["train", "eval"], help="only this one (default: all that the run has)")
+    parser.add_argument("--split", choices=["train", "eval"], help="only this split (default: all splits of the run)")
     parser.add_argument(
         "--world-size", type=parse_ranks, metavar="N",
-        help="number of ranks (those that share rows count as one; default: the largest that a plan was built for)",
+        help="number of ranks (a group that shares rows counts as one; default: the largest that a plan was built for)",
     )  # fmt: skip
     parser.add_argument(
-        "--epoch", type=parse_number, metavar="N", help="where epochs have plans of their own: this one (default: 0)"
+        "--epoch", type=parse_number, metavar="N", help="epoch to show, if each epoch has its own plan (default: 0)"
     )
     one = parser.add_mutually_exclusive_group()
-    one.add_argument("--pack", type=parse_number, metavar="N", help="explain this pack of the plan, from 0")
-    one.add_argument("--sample", type=parse_number, metavar="N", help="explain this sample, from 0")
+    one.add_argument("--pack", type=parse_number, metavar="N", help="index of a pack to explain, from 0")
+    one.add_argument("--sample", type=parse_number, metavar="N", help="index of a sample to explain, from 0")
     parser.add_argument(
-        "--text", action="store_true", help="with --sample: its text as the model gets it, and which of it is trained"
+        "--text", action="store_true", help="with --sample: print its text, with the trained parts marked"
     )
-    parser.add_argument("--all", action="store_true", help="every figure and digest, each source, each bad record")
+    parser.add_argument("--all", action="store_true", help="show all figures, digests, sources and bad records")
     parser.add_argument("--json", action="store_true", help="print one JSON document instead of tables")
 
 
@@ -99,13 +100,13 @@ def _decode_spans(config: RunConfig, opened: StoredSplit, sample: int) -> list[d
 
 
 def plan_summary(opened: StoredSplit) -> PlanSummary:
-    """Return the figures of the plan of the shown epoch."""
+    """Return the plan's figures for the chosen epoch."""
     supervised = column(opened.split.table, "supervised")
     return summarise(opened.split.raw, opened.lengths.tokens, packed=opened.packed, supervised=supervised)
 
 
 def schedule_summary(opened: StoredSplit) -> ScheduleSummary:
-    """Return the figures of the shown epoch's training, and the steps of all epochs."""
+    """Return the figures of training the chosen epoch, and the number of steps of all epochs."""
     summary = summarise_schedule(
         opened.split.raw, opened.lengths.tokens, opened.schedule, packed=opened.packed, works=opened.split.works,
         epoch=opened.epoch,
@@ -114,7 +115,7 @@ def schedule_summary(opened: StoredSplit) -> ScheduleSummary:
 
 
 def source_summaries(opened: StoredSplit) -> tuple[SourceSummary, ...]:
-    """Return the plan's figures for each source; empty until all records are measured."""
+    """Return the plan's figures for each source; empty if some records are not measured."""
     files, rows = opened.lengths.origin.files, opened.lengths.rows
     return summarise_sources(opened.split.raw, rows.table, files, media=rows.media) if files else ()
 
@@ -183,7 +184,10 @@ def _print(opened: StoredSplit, *, everything: bool) -> None:
 
 
 def _print_epochs(console: Console, opened: StoredSplit, *, most: int | None) -> None:
-    """Print a line for each epoch with a plan of its own: the first *most*, or all if None."""
+    """
+    Print a line for each epoch, if epochs have their own plans: the first *most* epochs, or all if
+    None.
+    """
     epochs, records = opened.epochs, opened.plan.epochs
     if epochs is None:
         return
@@ -237,7 +241,7 @@ def _source_figures(opened: StoredSplit) -> Iterator[Figure]:
 
 
 def _describe_videos(source: SourceSummary) -> str:
-    """Return a source's videos in words."""
+    """Return text about the videos of a source."""
     seconds = f"{source.video_milliseconds / 1000:,.1f} s"
     return f"{counted(source.videos, 'video')} ({seconds}, {source.frames:,} frames, {source.video_patches:,} patches)"
 

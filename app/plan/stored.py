@@ -1,4 +1,4 @@
-"""A split of a run as it is stored: opened without its data, its model, torch or ms-swift."""
+"""A stored split of a run, which is opened without data, model, torch or ms-swift."""
 
 import logging
 from collections.abc import Iterator
@@ -32,22 +32,22 @@ class StoredSplit:
     lengths: StoredLengths
 
     plan: StoredPlan
-    """Plan of the epoch that is shown, and records of all epochs."""
+    """Plan of the chosen epoch, and records of all epochs."""
 
     split: PlannedSplit
-    """The split under the run's policy: table, raw plan, aligned plan and works."""
+    """The split with its lengths, raw plan, aligned plan and works under the run's policy."""
 
     schedule: EpochSchedule
-    """Schedule over the plan of the epoch that is shown."""
+    """Schedule of the plan of the chosen epoch."""
 
     estimated: str | None
-    """Reason why work is not counted by the model's sizes; None where it is."""
+    """Reason why work is only estimated; None if it is computed from the model's sizes."""
 
     epoch: int = 0
-    """Epoch that is shown; 0 if all epochs have one plan."""
+    """Chosen epoch; 0 if all epochs have the same plan."""
 
     epochs: EpochSchedule | None = None
-    """Schedule over all epochs; None if all epochs have one plan."""
+    """Schedule over all epochs; None if all epochs have the same plan."""
 
     warnings: tuple[str, ...] = ()
 
@@ -76,7 +76,8 @@ def open_stored_lengths(config: RunConfig, split: str) -> tuple[StoredLengths, E
 
     Raises:
         ConfigError: All faults of the mix.
-        NotBuiltError: Lengths are missing, incomplete, or of another number of sources.
+        NotBuiltError: Stored lengths are missing or incomplete, or the number of sources has
+            changed.
     """
     kept = open_stores(config, split)
     lengths, recipe = open_lengths(kept), epoch_recipe(config, split)
@@ -92,7 +93,7 @@ def open_lengths(stores: Stores) -> StoredLengths:
     Return the lengths of all records of a split.
 
     Raises:
-        NotBuiltError: None are stored, or not all.
+        NotBuiltError: The lengths of some records are not stored.
         CorruptArtefactError: A stored file is damaged.
     """
     lengths, folder = stores.lengths.inspect(), str(stores.lengths.folder)
@@ -110,17 +111,17 @@ def open_lengths(stores: Stores) -> StoredLengths:
 
 def open_split(config: RunConfig, name: str, *, world_size: int | None, epoch: int | None = None) -> StoredSplit:
     """
-    Open the stored lengths and plan of a split, and make the schedule for a number of ranks.
+    Open the stored lengths and plan of a split, and make its schedule for a number of ranks.
 
     Args:
         config: The run.
         name: `train` or `eval`.
         world_size: Number of ranks; None takes the largest that the plan was aligned for.
-        epoch: Epoch whose plan is shown, where each has its own; None takes the first.
+        epoch: Epoch to open, if each epoch has its own plan; None takes the first epoch.
 
     Raises:
-        PackplanError: The split is not stored or is damaged, has no such epoch, or has no batch for
-            so many ranks.
+        PackplanError: The split is not stored, is damaged, has no such epoch, or has too few packs
+            for this number of ranks.
     """
     lengths, recipe, kept = open_stored_lengths(config, name)
     plans, origin, policy = kept.plans, lengths.origin, policy_of_split(config, name)
@@ -130,13 +131,13 @@ def open_split(config: RunConfig, name: str, *, world_size: int | None, epoch: i
         # If the lengths give no plan, building would raise the same error.
         refuse_longer(lengths.tokens, policy)
         plan_first_epoch(name, policy, samples, recipe=recipe, quick_bound=True)
-        reason = "holds lengths, but no plan" if plan is None else "holds lengths and a plan that was made from others"
+        reason = "holds lengths, but no plan" if plan is None else "holds lengths, and a plan of other lengths"
         raise NotBuiltError(where, reason)
     if recipe is not None:
         planner = EpochPlanner(policy, recipe, samples)
         plan = attrs.evolve(plan, plan=_plan_of_epoch(planner, plan, epoch or 0, lengths.digest, where=where))
     elif epoch:
-        reason = "needs a run whose epochs have plans of their own, but all epochs of this one have the same"
+        reason = "needs a run in which each epoch has its own plan, but all epochs of this run have the same plan"
         raise ConfigError.for_key("--epoch", reason)
     work, estimated = work_of_run(config)
     measured = Split(name, policy, align_options(config, name), work, recipe).measured(
@@ -154,24 +155,24 @@ def open_split(config: RunConfig, name: str, *, world_size: int | None, epoch: i
 
 def _plan_of_epoch(planner: EpochPlanner, stored: StoredPlan, epoch: int, digest: str, *, where: str) -> RawPlan:
     """
-    Return the raw plan of an epoch: the first as it is stored, others planned again and compared
-    with their stored records.
+    Return the raw plan of an epoch. The plan of the first epoch is stored; that of another epoch is
+    made again, and compared with its stored record.
 
     Raises:
-        ConfigError: The plan has no epoch of that number.
-        NotBuiltError: The epochs were not built, or their plans were different.
+        ConfigError: The plan has no epoch with this number.
+        NotBuiltError: The plans of the epochs are not stored, or have changed.
     """
     if not stored.epochs:
         raise NotBuiltError(where, "holds the plan of one epoch, but not of the others")
     last = stored.epochs[-1].epoch
     if epoch > last:
-        raise ConfigError.for_key("--epoch", f"is {epoch}, but the epochs that are planned are 0 to {last}: name one")
+        raise ConfigError.for_key("--epoch", f"is {epoch}, but only epochs 0 to {last} are planned: name one of these")
     if epoch == 0:
         return stored.plan
     is_current = stored.key == plan_fingerprint(planner.recipe, planner.policy, digest)
     plan = planner.plan(epoch) if is_current else None
     if plan is None or planner.make_record(plan) != stored.epochs[epoch]:
-        raise NotBuiltError(where, f"holds a plan of epoch {epoch} that differs from the one of this run")
+        raise NotBuiltError(where, f"holds a plan of epoch {epoch} that differs from the plan of this run")
     return plan.raw
 
 
@@ -179,8 +180,8 @@ def _drop_epochs_after_run(
     plan: StoredPlan, schedule: EpochSchedule, epoch: int, *, where: str
 ) -> tuple[StoredPlan, EpochSchedule]:
     """
-    Return a plan without the records of epochs after the run's last one (or *epoch*, if later), and
-    the schedule over the others; NotBuiltError if the run has more epochs than were built.
+    Return a plan with the records of the run's epochs only (up to *epoch*, if that is later), and
+    the schedule over these epochs; NotBuiltError if the run has more epochs than the plan.
     """
     packs, last = tuple(one.num_packs for one in plan.epochs), plan.epochs[-1].epoch
     whole = attrs.evolve(schedule, num_packs=packs, works=None)
@@ -191,7 +192,7 @@ def _drop_epochs_after_run(
 
 
 def _warnings(config: RunConfig, opened: StoredSplit) -> Iterator[str]:
-    """Yield the reasons why training would refuse the stored plan, or deviate from it."""
+    """Yield the reasons why training would refuse the stored plan, or make another one."""
     split, lengths, plan = opened.split, opened.lengths, opened.plan
     yield from yield_stale_inputs(config, lengths)
     differences = plan.key.differences(split.plan_key(lengths.digest))
@@ -201,7 +202,7 @@ def _warnings(config: RunConfig, opened: StoredSplit) -> Iterator[str]:
     if bad := lengths.origin.bad:
         yield bad_records_line(bad, lengths.origin.num_records)
     if lengths.rows.repeatability is None:
-        yield "no sample was encoded twice yet, to see whether lengths repeat; packplan plan build does it"
+        yield "no sample was encoded a second time yet, to check that lengths repeat; packplan plan build does so"
     ratio = str(plan.key.inputs.get("min_fill_ratio") or split.policy.min_fill_ratio)
     as_stored = attrs.evolve(split, policy=attrs.evolve(split.policy, packing=opened.packed, min_fill_ratio=ratio))
     yield from plan_warnings(as_stored)
@@ -219,10 +220,10 @@ def yield_refusals(
     Yield each reason why training would refuse stored lengths, or their plan.
 
     Args:
-        plan: The stored plan; None skips the checks of it.
+        plan: The stored plan; None skips the checks of the plan.
         lengths: Tokens of each sample; int64, shape (num_samples,).
         policy: Settings of planning.
-        supervised: Tokens of each sample that the loss counts; None skips the checks of them.
+        supervised: Supervised tokens of each sample; None skips the checks of supervised tokens.
     """
     try:
         refuse_longer(lengths, policy)
@@ -239,9 +240,8 @@ def yield_refusals(
 
 def yield_stale_inputs(config: RunConfig, lengths: StoredLengths) -> Iterator[str]:
     """
-    Yield a line for each setting that differs from the setting of the stored lengths.
-
-    Only `verify` finds other data or another model.
+    Yield a line for each setting that differs from the setting of the stored lengths. Changes of
+    the data or the model are not found, only by `verify`.
     """
     inputs = lengths.origin.key.inputs
     asked = config_length_inputs(config)

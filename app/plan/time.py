@@ -1,8 +1,8 @@
 """
-Say how long training takes: each step, an epoch, the run, its evaluations and checkpoints.
+Predict how long training takes: each step, an epoch, the run, its evaluations and checkpoints.
 
-Some thirty steps of the run's own packs are trained and timed here first, under torchrun on all of
-its ranks, and their weights are thrown away. A run that is not built yet is measured and planned.
+The command first trains and times about thirty steps of the run's own packs, under torchrun on all
+ranks, and deletes the trained weights. If no plan is stored, it measures and plans the run.
 """
 
 import argparse
@@ -20,7 +20,7 @@ from packplan.core.forecast import RunForecast
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the command's arguments."""
     add_config_arguments(parser)
-    parser.add_argument("--json", action="store_true", help="print one JSON document, with each step, not a table")
+    parser.add_argument("--json", action="store_true", help="print one JSON document, with each step")
 
 
 def run(options: argparse.Namespace) -> None:
@@ -68,7 +68,7 @@ def as_document(forecast: RunForecast, *, world_size: int) -> dict[str, Any]:
 
 
 def _forecast_rows(forecast: RunForecast, ranks: str) -> Iterator[tuple[str, str, str]]:
-    """Yield the printed rows of a forecast for *ranks*: name, value and remark."""
+    """Yield the rows of a printed forecast for *ranks*: name, value and remark."""
     sure = "" if forecast.uncertainty is None else f"+- {forecast.uncertainty:.1%} "
     basis = counted(forecast.timing.num_measured, "step")
     remark = f"{sure}on {ranks}, from {basis} measured here"

@@ -1,11 +1,12 @@
 """
-Check that what is stored is what training would use: exit status 0, or 3 with everything that is
-wrong.
+Check that the stored lengths and plan match the data, the model and the configuration. The exit
+status is 0, or 3 if there are findings.
 
-Compares every artefact with its digest, the plan with one that is planned again, the lengths with
-the data, the model and the configuration, compressed and Parquet files with their copies, and every
-image with its size, dimensions and first 64 KiB. With --samples K, K samples are encoded again;
-with --decode, the pixels of every image and of every frame of a video are read.
+The command compares every artefact with its digest, the plan with a plan made again, and the inputs
+of the lengths with the current data, model and configuration. It also compares compressed and
+Parquet files with their copies, and every image with its stored size, dimensions and digest of the
+first 64 KiB. --samples K also encodes K samples again. --decode also decodes every image and every
+frame of a video.
 """
 
 import argparse
@@ -59,14 +60,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the command's arguments."""
     add_config_arguments(parser)
     parser.add_argument(
-        "--samples", type=parse_number, default=0, metavar="K", help="of each split, encoded again (default: none)"
+        "--samples", type=parse_number, default=0, metavar="K", help="samples of a split to encode again (default: 0)"
     )
-    parser.add_argument("--decode", action="store_true", help="read the pixels of every image and frame")
+    parser.add_argument("--decode", action="store_true", help="decode every image and video frame")
     parser.add_argument("--json", action="store_true", help="print one JSON document instead of lines")
 
 
 def run(options: argparse.Namespace) -> None:
-    """Verify the splits and print what is wrong; MismatchError if anything is."""
+    """Verify the splits, and print all findings; MismatchError if there are any."""
     config = read_run_or_command(options.config, options.overrides)
     refuse_stream(config)
 
@@ -100,7 +101,7 @@ def run(options: argparse.Namespace) -> None:
 
 @attrs.frozen
 class Finding:
-    """One fault that verification found."""
+    """One fault that the verification found."""
 
     check: str
     """`artefacts`, `plan`, `inputs`, `copies`, `images` or `samples`."""
@@ -119,8 +120,8 @@ def verify(split: Split, *, num_samples: int = 0, decode: bool = False) -> Itera
     Yield every fault of a split's stored lengths and plan.
 
     Args:
-        split: The split as the run plans it now.
-        num_samples: Number of samples, spread over the data, that are encoded again.
+        split: The split under the run's current configuration.
+        num_samples: Number of samples to encode again, spread over the data.
         decode: Decode the pixels of every image and video frame.
 
     Raises:
@@ -185,7 +186,10 @@ def _data_differ(differences: tuple[Difference, ...]) -> bool:
 
 
 def _faults_of_plan(split: Split, lengths: StoredLengths, stored: StoredPlan | None) -> Iterator[Finding]:
-    """Yield differences of the plan from the lengths, the run's policy and a plan made again."""
+    """
+    Yield differences between the stored plan and its inputs: lengths, the run's policy, and a plan
+    made again.
+    """
     policy, where = split.policy, str(split.stores.plans.folder)
     if stored is None:
         yield Finding("plan", where, "no plan is stored: packplan plan build plans")
@@ -212,7 +216,7 @@ def _faults_of_plan(split: Split, lengths: StoredLengths, stored: StoredPlan | N
 
 
 def _faults_of_epochs(split: Split, samples: RecordLengths, stored: StoredPlan) -> Iterator[Finding]:
-    """Plan each epoch again, and yield those whose plan differs from the stored record."""
+    """Plan each epoch again, and yield the epochs whose plan differs from the stored record."""
     planner = EpochPlanner(split.policy, split.recipe or EpochRecipe(), samples)
     where = str(split.stores.plans.folder)
     if not stored.epochs:
@@ -246,8 +250,8 @@ def _image_faults(name: str, lengths: StoredLengths, source: LengthSource, *, de
 
 def _iterate_measured(table: Table, media: MediaTable, indices: IntArray) -> Iterator[tuple[int, MeasuredSample]]:
     """
-    Yield samples with their stored measurements, read a few thousand at a time: all at once would
-    take a gigabyte.
+    Yield samples with their stored measurements. A few thousand are read at a time, since all would
+    take a gigabyte of memory.
     """
     for start in range(0, indices.size, 4096):
         part = indices[start : start + 4096].tolist()
@@ -255,7 +259,7 @@ def _iterate_measured(table: Table, media: MediaTable, indices: IntArray) -> Ite
 
 
 def _sample_faults(name: str, lengths: StoredLengths, source: LengthSource, count: int) -> Iterator[Finding]:
-    """Encode *count* samples again, spread over all, and yield those that differ."""
+    """Encode *count* samples again, spread over the data, and yield the samples that differ."""
     samples = sample_indices(lengths.rows.table[: len(source)])
     chosen = np.linspace(0, samples.size - 1, min(count, samples.size)).round().astype(int)
     indices = np.unique(samples[chosen]).tolist()

@@ -1,4 +1,4 @@
-"""Plan the stored lengths again, with other packing lengths and on other numbers of ranks."""
+"""Plan the stored lengths again, with other packing lengths and numbers of ranks."""
 
 import argparse
 import json
@@ -39,12 +39,12 @@ COLUMNS: Mapping[str, Callable[[PlanSummary, ScheduleSummary], str]] = MappingPr
         "imbalance": lambda _, schedule: f"{schedule.work_imbalance:.3f}",
     }
 )
-"""Column of the table -> function from the figures of an alternative to the text of its cell."""
+"""Column of the table -> function from the figures of a combination to the text of its cell."""
 
 
 @attrs.frozen
 class Alternative:
-    """Figures of one packing length on one number of ranks."""
+    """Figures for one packing length and one number of ranks."""
 
     packing_length: int
     world_size: int
@@ -55,7 +55,7 @@ class Alternative:
     schedule: ScheduleSummary | None = None
 
     problem: str | None = None
-    """Reason why there are no figures."""
+    """Reason why the combination has no figures."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -66,7 +66,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--world-size", type=parse_rank_counts, metavar="N,N",
-        help="numbers of ranks (those that share rows count as one; default: 1, or those of a command)",
+        help="numbers of ranks (a group that shares rows counts as one; default: 1, or as in the command)",
     )  # fmt: skip
     parser.add_argument("--json", action="store_true", help="print one JSON document instead of a table")
 
@@ -79,7 +79,7 @@ def run(options: argparse.Namespace) -> None:
         raise ConfigError.for_key("training.packing", "is false: nothing is packed, so there is nothing to vary")
     lengths, recipe, _ = open_stored_lengths(config, "train")
     if recipe is not None:
-        print("train: figures and steps are as if all epochs had the plan of the first", file=sys.stderr)
+        print("train: figures and steps assume that all epochs have the plan of the first epoch", file=sys.stderr)
     for line in yield_stale_inputs(config, lengths):
         print(f"warning: train: {line}", file=sys.stderr)
     ranks = options.world_size or [config.count_ranks() or 1]
@@ -94,7 +94,10 @@ def run(options: argparse.Namespace) -> None:
 
 
 def _refuse_other_truncation(lengths: StoredLengths, packing_lengths: list[int]) -> None:
-    """Raise ConfigError if samples are truncated, and to another length than is planned."""
+    """
+    Raise ConfigError if the stored lengths are truncated to another packing length than is
+    requested.
+    """
     cut_to = lengths.origin.key.inputs.get("packing_length")
     if cut_to is not None and packing_lengths != [cut_to]:
         reason = (
@@ -112,7 +115,7 @@ def _alternatives(
     *,
     recipe: EpochRecipe | None,
 ) -> Iterator[Alternative]:
-    """Plan every combination, and yield each with its figures or the reason why it has none."""
+    """Plan every combination, and yield its figures, or the reason why it has none."""
     lengths, table = stored.tokens, stored.rows.table
     works, options = works_of_records(work_of_run(config)[0], table), align_options(config, "train")
     for packing_length in packing_lengths:

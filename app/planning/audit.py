@@ -1,5 +1,5 @@
 """
-Audits of measurements: some samples are encoded again before all are planned.
+Audits of measurements: before samples are planned, some are encoded again and compared.
 
 | when | function | samples | why |
 |---|---|---|---|
@@ -10,7 +10,7 @@ Audits of measurements: some samples are encoded again before all are planned.
 
 *Here* means in this process, in backward order. *Elsewhere* means in another process and epoch, in
 a third order, as training encodes. In addition, `adapters/samples` audits its shortcut while it
-measures, and compares the first sample of each kind with ms-swift's own encode; training compares
+measures, and compares the first sample of each kind with ms-swift's own encoding. Training compares
 every sample with its measurement.
 """
 
@@ -37,24 +37,23 @@ from packplan.core.samples.tables import (
 
 REPEATED_SAMPLES = 8
 """
-Number of samples that are encoded again, spread over the data. With media, one sample of each shape
-is added.
+Number of samples that are encoded again, spread over the data. If there are media, one sample of
+each shape of media is added.
 """
 
 REPEATED_EPOCH = 1
-"""The epoch under which they are encoded in another process; measuring is in epoch 0."""
+"""Epoch in which samples are encoded again in another process; measuring uses epoch 0."""
 
 REPEATED_FIRST_ABOVE = 64
 """
-If more samples than this are to be measured, some are encoded again first, before the others are
+If more samples than this have no measurement, a few are encoded several times before the others are
 measured.
 """
 
 COMPARED_TOKENS = 16_000
 """
-Most tokens of the stored samples that are encoded again before all stored samples are trusted:
-about 0.3 s for samples of images. If `REPEATED_SAMPLES` samples have more tokens, fewer are
-encoded.
+Most tokens of the samples that are encoded again if all samples are stored; encoding takes about
+0.3 s for samples with images. If `REPEATED_SAMPLES` samples have more tokens, fewer are encoded.
 """
 
 
@@ -71,12 +70,11 @@ def check_images(source: LengthSource, stored: StoredRows) -> None:
 
 def recheck_stored(source: LengthSource, stored: StoredRows) -> int:
     """
-    Encode up to `REPEATED_SAMPLES` stored samples again; return how many.
-
-    Fewer are encoded if they are long.
+    Encode up to `REPEATED_SAMPLES` stored samples again, fewer if samples are long; return their
+    number.
 
     Raises:
-        DataSetError: One encodes to another measurement than is stored.
+        DataSetError: The encoding of a sample differs from its stored measurement.
     """
     lengths = column(stored.table, "length")
     few = sorted(_spread_indices(sample_indices(stored.table)), key=lengths.__getitem__)
@@ -95,22 +93,22 @@ def recheck_stored(source: LengthSource, stored: StoredRows) -> int:
 
 def check_repeatability_early(source: LengthSource, num_measured: int, *, report: ReportProgress, skips: bool) -> None:
     """
-    If many samples are not measured yet, encode a few of them three times, and compare.
+    If many samples are not measured yet, encode a few of them three times, and compare the results.
 
     Args:
         source: All records.
-        num_measured: Number of records that are measured already, from the first on.
+        num_measured: Number of records at the start of the data that are already measured.
         report: Called with a progress message.
         skips: Skip records that cannot become samples.
 
     Raises:
         RecordError: A record cannot become a sample.
-        DataSetError: A record encodes differently the second time.
+        DataSetError: The second encoding of a record differs from the first.
     """
     missing = range(num_measured, len(source))
     if len(missing) <= REPEATED_FIRST_ABOVE:
         return
-    report("a few samples are encoded more than once, before all are measured")
+    report("a few samples are encoded more than once before all are measured")
     first: dict[int, Measurement] = {}
     for index in _spread_indices(missing):
         try:
@@ -125,11 +123,12 @@ def check_repeatability_early(source: LengthSource, num_measured: int, *, report
 
 def check_repeatability(source: LengthSource, stored: StoredRows) -> dict[str, Any]:
     """
-    Encode some samples twice more and compare; return the entry of this for the manifest.
+    Encode some samples twice more, and compare the results; return the audit's entry for the
+    manifest.
 
     Raises:
-        DataSetError: A sample encodes differently each time.
-        ShortcutError: A sample encodes the same each time, but the shortcut measured it
+        DataSetError: Two encodings of a sample differ.
+        ShortcutError: All encodings of a sample are equal, but the shortcut measured it
             differently.
     """
     indices = sorted({*_spread_indices(sample_indices(stored.table)), *_first_of_each_shape(stored)}, reverse=True)
@@ -167,15 +166,18 @@ def _require_same(index: int, first: Measurement, encoded: Measurement, when: st
 
 
 def _spread_indices(indices: IntArray | range) -> list[int]:
-    """Return up to `REPEATED_SAMPLES` of ascending indices, the first and the last included."""
+    """
+    Return up to `REPEATED_SAMPLES` of the given ascending indices, including the first and the
+    last.
+    """
     count = min(len(indices), REPEATED_SAMPLES)
     return [int(indices[place * (len(indices) - 1) // max(count - 1, 1)]) for place in range(count)]
 
 
 def _first_of_each_shape(stored: StoredRows) -> list[int]:
     """
-    Return the first sample with each number of media, with each number of videos, and with each
-    (width, height) of media; sizes between the same powers of two count as one.
+    Return the first sample with each number of media, each number of videos, and each size (width,
+    height) of media. Sizes between the same powers of two count as the same size.
     """
     per_sample, samples = num_media(stored.table), sample_indices(stored.table)
     _, by_number = np.unique(per_sample[samples], return_index=True)

@@ -1,9 +1,9 @@
 """
 Plans of measured records: one for all epochs, or one for each epoch.
 
-If each epoch has its own plan, all plans are made and counted before the first step, and each is
-made again for its epoch. At most two are in memory: the current one, and the next one, which is
-planned ahead.
+If each epoch has its own plan, all plans are made once before the first step, to count their packs,
+and each plan is made again for its epoch. At most two plans are in memory: that of the current
+epoch, and that of the next epoch.
 """
 
 from collections.abc import Sequence
@@ -24,7 +24,10 @@ from packplan.core.schedule import PackStats
 from packplan.core.work.model import SampleWorks, WorkModel
 
 SLOW_ALGORITHMS = {"certified", "balanced"}
-"""Algorithms whose progress is shown from their start: seconds to minutes for a million samples."""
+"""
+Algorithms that take seconds to minutes for a million samples, so that their progress is shown from
+the start.
+"""
 
 
 _BAR = "{desc}{postfix} [{elapsed}]"
@@ -44,14 +47,16 @@ def works_of_records(model: WorkModel, table: Table) -> SampleWorks:
 
 def lengths_of_records(policy: PlanPolicy, table: Table, files: Sequence[DataFile] = ()) -> RecordLengths:
     """
-    Return the lengths of measured records, and the work and images by which *policy* packs.
+    Return the lengths of measured records, and their work and images if *policy* uses them for
+    packing.
 
-    Lengths are 0 outside of the policy's part. DataSetError if a sample has no token.
+    The length of a record that belongs to the other split is 0. DataSetError if a sample has no
+    token.
 
     Args:
         policy: Settings of planning.
         table: Measurements of the records; shape (num_records, num_columns).
-        files: Files of the data, for mixes of them.
+        files: Data files, needed if *policy* plans a mix of them.
     """
     works = works_of_records(policy.work, table).flops if policy.uses_works and policy.work is not None else None
     lengths = column(table, "length").astype(np.int64)
@@ -75,14 +80,14 @@ def plan_first_epoch(
     report: ReportProgress = lambda _: None,
 ) -> RawPlan:
     """
-    Build the raw plan of epoch 0, which serves all epochs unless each has its own plan.
+    Build the raw plan of epoch 0, which all epochs use unless each has its own plan.
 
     Args:
         name: Name of the split, for messages.
         policy: Settings of planning.
         samples: Lengths and works of all records.
         recipe: Samples of each epoch; None plans all samples.
-        quick_bound: Compute a fast but looser lower bound, enough to compare plans.
+        quick_bound: Compute a faster, looser lower bound, which is enough to compare plans.
         report: Called with each progress message.
     """
     recipe = recipe or EpochRecipe()
@@ -99,7 +104,7 @@ def plan_first_epoch(
 
 @attrs.frozen(eq=False)
 class EpochPlanner:
-    """Planner of the epochs of a split."""
+    """Makes the plan of each epoch of a split."""
 
     policy: PlanPolicy
     recipe: EpochRecipe
@@ -112,17 +117,17 @@ class EpochPlanner:
         return plan
 
     def make_record(self, plan: EpochPlan) -> EpochRecord:
-        """Return the record of a plan: its counts, and checksums of its samples and packs."""
+        """Return the record of a plan: its figures, and checksums of its samples and packs."""
         return record_epoch(plan, self.samples)
 
 
 @attrs.frozen(eq=False)
 class PlannedEpochs:
     """
-    Records of all epochs of a run, and the packs of the epoch that is trained.
+    Records of all epochs of a run, and the packs of the current epoch.
 
-    While an epoch is trained, a thread plans the next one. It shares nothing with training, and
-    takes part in nothing that ranks do together.
+    While an epoch is trained, a thread plans the next epoch. The thread shares no data with
+    training, and takes part in no communication between ranks.
     """
 
     planner: EpochPlanner
@@ -140,7 +145,7 @@ class PlannedEpochs:
         Return the statistics of an epoch's packs, and start planning the next epoch.
 
         Raises:
-            MismatchError: The plan is not the one that was counted before the first step.
+            MismatchError: The plan differs from the plan that was made before the first step.
         """
         for old in self._held.keys() - {epoch, epoch + 1}:
             del self._held[old]

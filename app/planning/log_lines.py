@@ -1,7 +1,7 @@
 """
 The table at the start of a run, and warnings about its plans.
 
-The documentation explains their words.
+`docs/how-it-works.md` explains them.
 """
 
 import logging
@@ -22,20 +22,21 @@ from packplan.core.samples.tables import DataFile, column, source_sizes
 from packplan.core.schedule import EpochSchedule
 
 SHOWN = 10
-"""Most ranges of samples that a line names; the stored plan has all."""
+"""Most ranges of sample indices that a log line lists. The stored plan has all indices."""
 
 log = logging.getLogger(__name__)
 
 
 def log_run(config: RunConfig, splits: Sequence[PlannedSplit], schedule: EpochSchedule, *, attention: str = "") -> None:
     """
-    Log the table of a run, and a warning for each thing that its user may want to change.
+    Log the table of a run, and a warning for each setting that the user may want to change.
 
     Args:
         config: The run.
         splits: Planned splits, `train` first.
         schedule: Order of the packs of `train`.
-        attention: Attention of the run, with the reason; empty if it is not decided.
+        attention: Attention backend of the run, with the reason for it; empty if no backend is
+            chosen yet.
     """
     rows = {**describe_run(config, splits, schedule), **attention_row(attention)}
     log.info("%s", format_table(config.source or "the run", rows))
@@ -50,7 +51,7 @@ def log_run(config: RunConfig, splits: Sequence[PlannedSplit], schedule: EpochSc
 
 
 def attention_row(attention: object) -> dict[str, str]:
-    """Return the row of a table with the attention of a run; none if it is empty."""
+    """Return the table row with the attention backend of a run; no row if *attention* is empty."""
     return {"attention": str(attention)} if attention else {}
 
 
@@ -92,7 +93,7 @@ def describe_run(config: RunConfig, splits: Sequence[PlannedSplit], schedule: Ep
 
 
 def describe_evaluation(split: PlannedSplit) -> str:
-    """Return the packs of a planned evaluation as a row of the table."""
+    """Return the table row about the packs of a planned evaluation."""
     raw, same = split.raw, split.raw_checksum[:12]
     aligned = "" if (digest := split.checksum[:12]) == same else f", aligned {len(split.aligned.packs):,} ({digest})"
     held = f"{counted(len(raw.packs), 'pack')}, fill {raw.fill:.4f}" if split.policy.packing else "padded batches"
@@ -101,7 +102,9 @@ def describe_evaluation(split: PlannedSplit) -> str:
 
 
 def _ranks_text(split: PlannedSplit) -> str:
-    """Describe how the packs of an epoch are cut or filled for the ranks."""
+    """
+    Describe how the packs of an epoch are dropped or repeated to give all ranks the same number.
+    """
     aligned, unit = split.aligned, "pack" if split.policy.packing else "sample"
     spread = f"{counted(len(split.raw.packs), unit)} on {counted(aligned.world_size, 'rank')}"
     if aligned.num_dropped:
@@ -111,7 +114,7 @@ def _ranks_text(split: PlannedSplit) -> str:
 
 
 def _alignment_text(split: PlannedSplit) -> str:
-    """Return the numbers and checksums of a plan as it is stored."""
+    """Return the numbers of packs and the checksums of a stored plan as text."""
     aligned = split.aligned
     return (
         f"N_raw_packs {len(split.raw.packs):,}, N_aligned_packs {len(aligned.packs):,}, world_size "
@@ -122,10 +125,10 @@ def _alignment_text(split: PlannedSplit) -> str:
 
 def row_checksum(split: PlannedSplit, *, with_lengths: bool = False) -> str:
     """
-    Return the checksum of a plan by ms-swift's indices of rows, as the plugin prints it.
+    Return a plan's checksum over ms-swift's row indices, which the plugin prints too.
 
-    ms-swift numbers only the rows that it keeps. The plugin compares the checksum of packs and
-    their lengths.
+    ms-swift's indices count only the rows that it keeps. The checksum covers packs and lengths of
+    samples.
     """
     kept = column(split.table, "bad") == 0
     packs = split.raw.with_indices(np.cumsum(kept) - 1).packs
@@ -133,7 +136,7 @@ def row_checksum(split: PlannedSplit, *, with_lengths: bool = False) -> str:
 
 
 def _log_epochs(split: PlannedSplit, schedule: EpochSchedule) -> None:
-    """Log samples, packs and steps of each epoch, where epochs have plans of their own."""
+    """Log the number of samples, packs and steps of each epoch, if each epoch has its own plan."""
     if split.epochs is None:
         return
     files = split.encoder.data_files()
@@ -169,13 +172,13 @@ def source_draws_text(record: EpochRecord, files: Sequence[DataFile]) -> str:
 
 
 def plan_warnings(planned: PlannedSplit) -> Iterator[str]:
-    """Yield a sentence for each thing about a planned split that its user may want to change."""
+    """Yield a sentence about each property of a planned split that the user may want to change."""
     yield from _untrained_warnings(planned)
     yield from _length_warnings(planned)
 
 
 def _untrained_warnings(planned: PlannedSplit) -> Iterator[str]:
-    """Yield sentences on samples and packs from which nothing is learned."""
+    """Yield sentences about samples and packs that are not trained or have no supervised tokens."""
     raw, aligned = planned.raw, planned.aligned
     if nothing := planned.unsupervised.size:
         cut = int(column(planned.table, "cut")[planned.unsupervised].sum())
@@ -205,7 +208,7 @@ def _untrained_warnings(planned: PlannedSplit) -> Iterator[str]:
 
 
 def _length_warnings(planned: PlannedSplit) -> Iterator[str]:
-    """Yield sentences on samples that are truncated, longer than a pack, or skipped."""
+    """Yield sentences about samples that are truncated, longer than a pack, or skipped."""
     raw, limit = planned.raw, planned.raw.packing_length
     if planned.policy.packing and (text := describe_long_samples(raw, planned.lengths, "template.max_length:")):
         yield text

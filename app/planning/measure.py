@@ -1,9 +1,9 @@
 """
-Measurements of samples: load stored ones, measure missing ones, audit and complete them.
+Measurements of samples: loads stored measurements, measures missing ones, and audits all.
 
-Records are measured by `split.source`, a `SwiftMeasurer` in a run. Lengths that a table knows are
-taken from it (`custom.lengths`). Records that cannot become samples are counted, up to a share
-(`custom.max_bad_share`).
+Records are measured by `split.source`, a `SwiftMeasurer` in a run. Lengths in a table
+(`custom.lengths`) are used instead of measuring. Records that cannot be encoded are counted, up to
+a share (`custom.max_bad_share`).
 """
 
 from __future__ import annotations
@@ -39,16 +39,16 @@ log = logging.getLogger(__name__)
 
 MAX_KNOWN_BETWEEN = 32
 """
-If fewer known records than this are between two unknown ones, they are measured too, since
-processes measure consecutive records.
+If fewer known records than this are between two unknown records, the known records are measured
+again, since processes measure consecutive records.
 """
 
 _LOOKUP_BLOCK = 10_000
-"""Records whose digests are looked up at once."""
+"""Number of records whose digests are looked up at once."""
 
 
 _NAMED = 5
-"""Bad records that the log names; `packplan plan show --all` names all."""
+"""Number of bad records that the log names; `packplan plan show --all` lists all."""
 
 
 _SKIP_ADVICE = "custom.on_bad_record: skip leaves such records out; packplan plan show --all then lists them"
@@ -56,18 +56,17 @@ _SKIP_ADVICE = "custom.on_bad_record: skip leaves such records out; packplan pla
 
 def measure(split: Split, report: ReportProgress) -> Table:
     """
-    Return the measurements of all records of a split; records that its store lacks are measured.
+    Return the measurements of all records of a split; measure the records that are not stored.
 
-    Where an audit shows the shortcut to be wrong, every sample is encoded in full.
+    If an audit shows that the shortcut is wrong, every sample is encoded in full.
 
     Args:
         split: The split, with its source and stores.
         report: Called with each progress message.
 
     Raises:
-        RecordError: A record cannot become a sample; measurements before it are kept.
-        DataSetError: Too many records cannot become samples, or an audit found a sample that
-            encodes differently each time.
+        RecordError: A record cannot be encoded; earlier measurements are kept. DataSetError: Too
+            many records cannot be encoded, or an audit found a sample whose encodings differ.
         StaleError: The data, an image or the configuration has changed since the measurement.
     """
     name, source, total = split.name, split.source, len(split.source)
@@ -99,12 +98,13 @@ def measure(split: Split, report: ReportProgress) -> Table:
 
 def _load_stored(split: Split, bad: BadRecords) -> StoredRows:
     """
-    Return the valid stored measurements. If a bad record changed, these are only those before it,
-    and the store drops the others. The stored bad records are put into *bad*.
+    Return the valid stored measurements, and add the stored bad records to *bad*. If a bad record
+    has changed, only the measurements before that record are valid, and the store discards all
+    others.
 
     Raises:
-        StaleError: The measurements are of other data or of another configuration.
-        RecordError: A record is bad, and none may be.
+        StaleError: The data or the configuration has changed since measuring.
+        RecordError: A record is bad, and bad records are not allowed.
         DataSetError: Too many records are bad.
     """
     source, store = split.source, split.stores.lengths
@@ -124,7 +124,10 @@ def _load_stored(split: Split, bad: BadRecords) -> StoredRows:
 
 
 def _measure_and_audit(split: Split, stored: StoredRows, bad: BadRecords, report: ReportProgress) -> Table:
-    """Measure what a store lacks, audit all, mark the store as complete, and return the table."""
+    """
+    Measure missing records, audit all measurements, mark the store as complete, and return the
+    table.
+    """
     name, source = split.name, split.source
     done = _measure_missing(split, stored, bad=bad, report=report)
     bad.log_warning(name)
@@ -140,11 +143,12 @@ def _measure_and_audit(split: Split, stored: StoredRows, bad: BadRecords, report
 
 def _measure_missing(split: Split, stored: StoredRows, *, bad: BadRecords, report: ReportProgress) -> StoredRows:
     """
-    Measure the records that a store lacks, append them to it, flush by flush, and return all.
+    Measure missing records, append them to the store in several writes, and return all
+    measurements.
 
     Raises:
-        RecordError: A record cannot become a sample; measurements before it are kept.
-        ShortcutError: The shortcut measures a sample differently from a full encode.
+        RecordError: A record cannot be encoded; earlier measurements are kept. ShortcutError: The
+            shortcut measures a sample differently from full encoding.
     """
     name, source, store, known = split.name, split.source, split.stores.lengths, split.known
     total = len(source)
@@ -183,7 +187,7 @@ def _measure_missing(split: Split, stored: StoredRows, *, bad: BadRecords, repor
 
 
 class BadRecords:
-    """Bad records found in a source so far; their share of all records is limited."""
+    """Bad records that were found in a source so far. Their share of all records is limited."""
 
     def __init__(self, source: LengthSource, *, max_share: Decimal | None) -> None:
         """
@@ -191,8 +195,8 @@ class BadRecords:
 
         Args:
             source: All records.
-            max_share: Largest share of the records that may be bad; None lets a bad one stop the
-                run.
+            max_share: Largest share of the records that may be bad; None raises an error for the
+                first bad record.
         """
         self._source, self._max_share = source, max_share
         self.records: tuple[BadRecord, ...] = ()
@@ -204,11 +208,11 @@ class BadRecords:
 
     def restore(self, known: Sequence[BadRecord]) -> None:
         """
-        Replace the bad records so far by the bad records of an earlier start.
+        Replace the bad records by those of an earlier run.
 
         Raises:
-            RecordError: There are any, and no record may be bad.
-            DataSetError: They are too many.
+            RecordError: There are bad records, but none are allowed.
+            DataSetError: There are too many bad records.
         """
         if known and self._max_share is None:
             raise RecordError(known[0].where, f"{known[0].reason} ({_SKIP_ADVICE})")
@@ -216,9 +220,9 @@ class BadRecords:
 
     def add(self, index: int, error: RecordError) -> None:
         """
-        Add record *index*, which is above all earlier ones.
+        Add the bad record *index*, which is above all earlier indices.
 
-        *error* is raised if no record may be bad, and DataSetError if too many are.
+        Raise *error* if bad records are not allowed, and DataSetError if there are too many.
         """
         if self._max_share is None:
             # If the run has to be changed, skipping would lose every record like this one.
@@ -259,10 +263,11 @@ def bad_records_line(records: Sequence[BadRecord], total: int) -> str:
 
 def failure_lines(records: Sequence[BadRecord]) -> Iterator[str]:
     """
-    Yield bad records grouped by reason, the most frequent first, with the first places of each.
+    Yield bad records grouped by reason, the most frequent reason first, with the first locations of
+    each.
 
     Args:
-        records: Bad records, ascending. Reasons that differ in numbers alone are one.
+        records: Bad records, ascending. Reasons that differ only in numbers form one group.
     """
     groups: dict[str, list[BadRecord]] = {}
     for one in records:
@@ -275,7 +280,7 @@ def failure_lines(records: Sequence[BadRecord]) -> Iterator[str]:
 
 def merge_known(source: LengthSource, indices: range, table: KnownTable) -> Generator[RecordOutcome, None, None]:
     """
-    Yield the measurement of each record, from a table or, where the table lacks it, by measuring.
+    Yield the measurement of each record: from a table if it has the record, else by measuring.
 
     Args:
         source: All records.
@@ -298,7 +303,7 @@ def merge_known(source: LengthSource, indices: range, table: KnownTable) -> Gene
 
 
 def _known_rows(source: LengthSource, indices: range, known: KnownLengths, *, where: str) -> IntArray:
-    """Return the row of each record in the table, or `UNKNOWN`."""
+    """Return each record's row number in the table, or `UNKNOWN`."""
     found = []
     with progress(total=len(indices), desc=f"looking records up in {where}", delay=BRIEF_S) as bar:
         for start in range(0, len(indices), _LOOKUP_BLOCK):
@@ -309,7 +314,9 @@ def _known_rows(source: LengthSource, indices: range, known: KnownLengths, *, wh
 
 
 def _unknown_ranges(rows: IntArray) -> Iterator[tuple[int, int]]:
-    """Yield start and end of each range of unknown records, close ranges joined into one."""
+    """
+    Yield start and end of each range of unknown records; ranges that are close together are joined.
+    """
     unknown = np.flatnonzero(rows == UNKNOWN)
     if unknown.size:
         for part in np.split(unknown, np.flatnonzero(np.diff(unknown) > MAX_KNOWN_BETWEEN) + 1):

@@ -1,7 +1,7 @@
 """
-Measures and plans a split, and epochs with plans of their own.
+Measures and plans a split, and makes a plan for each epoch if needed.
 
-Rank 0 does this for all ranks, and the result is compared between them.
+Rank 0 does this for all ranks, and the ranks compare the result.
 """
 
 import json
@@ -40,40 +40,44 @@ log = logging.getLogger(__name__)
 
 _LATE_S = 1e-3
 """
-Seconds to wait after the deadline, for results that are ready. It is not 0, which would mean for
-ever.
+Seconds to wait after the deadline for results that are already available. The value is not 0, which
+would mean no limit.
 """
 
 
 class Ranks:
-    """Ranks of a run: rank 0 builds arrays for all, and all waits end by one deadline."""
+    """Ranks of a run. Rank 0 builds arrays for all ranks, and all waits share one deadline."""
 
     def __init__(self, group: RankGroup, *, timeout_s: float, clock: Callable[[], float] = time.monotonic) -> None:
         """
-        Start the time until the deadline.
+        Set the deadline.
 
         Args:
             group: All ranks.
-            timeout_s: Seconds that the waits for rank 0 and for other jobs' locks may take in all,
-                from now; 0 means for ever.
-            clock: Gives the seconds now.
+            timeout_s: Seconds until the deadline of all waits for rank 0 and for other jobs' locks;
+                0 means no limit.
+            clock: Function that returns the current time in seconds.
         """
         self.group, self._timeout_s, self._clock, self._started_s = group, timeout_s, clock, clock()
 
     def seconds_left(self) -> float:
-        """Return the seconds until the deadline: almost 0 after it, and 0 if there is none."""
+        """
+        Return the seconds until the deadline: almost 0 after the deadline, and 0 if there is no
+        deadline.
+        """
         return max(self._timeout_s - (self._clock() - self._started_s), _LATE_S) if self._timeout_s else 0.0
 
     def build_on_rank_zero(self, lock: Lock, make: Callable[[ReportProgress], Arrays]) -> Arrays:
         """
-        Return arrays that rank 0 makes, on every rank; *lock* keeps other jobs out meanwhile.
+        Run *build* on rank 0 and return its arrays on every rank; *lock* makes other jobs wait
+        meanwhile.
 
         Args:
             lock: Lock of the stores.
-            make: Function that rank 0 alone runs, perhaps for hours.
+            make: Function that runs only on rank 0, perhaps for hours.
 
         Raises:
-            PackplanError: Any error of rank 0, on every rank.
+            PackplanError: Any error of rank 0, raised on every rank.
         """
 
         def make_locked(report: ReportProgress) -> Arrays:
@@ -84,7 +88,7 @@ class Ranks:
 
     def require_same(self, what: str, value: str) -> None:
         """
-        Compare a value between all ranks; MismatchError if one of them has another.
+        Compare a value between all ranks; MismatchError if it differs on any rank.
 
         Args:
             what: Name of the value, for the error.
@@ -100,14 +104,14 @@ def measure_and_plan(
     split: Split, ranks: Ranks, *, world_size: int | None = None, resumable: frozenset[str] | None = None
 ) -> PlannedSplit:
     """
-    Return a split with its lengths and plan, which are compared between all ranks.
+    Return a split with its lengths and plan, after comparing both between all ranks.
 
     Args:
         split: Samples, policy and stores.
         ranks: All ranks; rank 0 measures and plans.
         world_size: Number of ranks to align for; None takes the number of *ranks*.
-        resumable: Names of the plans that checkpoints of the run were trained by: a resume stores
-            no other plan. None, for a run from the beginning, stores any.
+        resumable: Names of the plans in the run's checkpoints; a resumed run stores no other plan.
+            None, for a run from the beginning, allows any plan.
 
     Raises:
         PackplanError: Any error of rank 0, on every rank; MismatchError if ranks hold
@@ -144,7 +148,7 @@ def _build_plan(
     key = split.plan_key(stores.lengths.digest())
     raw = stored = stores.plans.load(key)
     if raw is not None:
-        log.info("%s: the stored plan fits and is used again", name)
+        log.info("%s: the stored plan is still valid, and is used again", name)
     else:
         samples = lengths_of_records(policy, table, files)
         _require_drawable(split.recipe, policy, samples)
@@ -163,7 +167,7 @@ def _build_plan(
 
 
 def _require_drawable(recipe: EpochRecipe | None, policy: PlanPolicy, samples: RecordLengths) -> None:
-    """Refuse mixes that draw more samples than their sources have; ConfigError by key."""
+    """Raise ConfigError if a mix draws more samples than its sources have."""
     if recipe is None or recipe.mixes is None:
         return
     entries = len(recipe.mixes.entries)
@@ -175,16 +179,17 @@ def plan_epochs(
     split: PlannedSplit, recipe: EpochRecipe, schedule: EpochSchedule, ranks: Ranks
 ) -> tuple[PlannedSplit, EpochSchedule]:
     """
-    Plan all epochs on rank 0, store their records, and return the split and the schedule with them.
+    Plan all epochs on rank 0, store their records, and return the split and the schedule with all
+    epochs.
 
     Args:
-        split: The split, whose first epoch is planned.
+        split: The split with the plan of its first epoch.
         recipe: Samples of each epoch.
         schedule: Settings of the schedule, from where training starts.
         ranks: All ranks.
 
     Raises:
-        PackplanError: An epoch cannot be planned; on every rank.
+        PackplanError: An epoch cannot be planned; raised on every rank.
     """
     samples = lengths_of_records(split.policy, split.table, split.encoder.data_files())
     planner = EpochPlanner(split.policy, recipe, samples)
@@ -211,7 +216,10 @@ def _record_epochs(
     known: Mapping[int, EpochRecord],
     report: ReportProgress,
 ) -> tuple[EpochSchedule, tuple[EpochRecord, ...]]:
-    """Return the schedule over all epochs, and the record of each, known or planned now."""
+    """
+    Return the schedule over all epochs, and a record of each epoch; epochs without a record are
+    planned now.
+    """
     ends = None if schedule.max_steps > 0 else math.ceil(schedule.num_train_epochs)
     with progress(total=ends, desc=f"planning {split.name}", unit=" epochs", delay=BRIEF_S) as bar:
 

@@ -1,5 +1,6 @@
 """
-The epoch schedule of an aligned plan: batches of an optimizer step, and the order of training.
+Makes the epoch schedule of an aligned plan: microbatches of an optimizer step, and the order of
+packs.
 """
 
 import logging
@@ -25,14 +26,17 @@ stage 2 on, weights from stage 3 on.
 
 
 def refuse_stream(config: RunConfig) -> None:
-    """Refuse a run that packs a stream during training, and so has no plan."""
+    """Raise ConfigError for a run that packs a stream during training, since it has no plan."""
     if config.custom.trainer_variant != "sft":
-        reason = "is rollout, which packs while it trains, so there is no plan: set it to sft for a plan"
+        reason = "is rollout, which packs during training, so there is no plan: set it to sft for a plan"
         raise ConfigError.for_key("custom.trainer_variant", reason)
 
 
 def accumulation_of(config: RunConfig, *, world_size: int) -> Accumulation:
-    """Return the gradient accumulation of a run; ArgumentError if its ranks cannot realise it."""
+    """
+    Return the gradient accumulation of a run; ArgumentError if the number of ranks does not allow
+    it.
+    """
     training = config.training
     return resolve_accumulation(
         effective_batch_size=training.effective_batch_size,
@@ -44,7 +48,7 @@ def accumulation_of(config: RunConfig, *, world_size: int) -> Accumulation:
 
 
 def forced_batch_lines(config: RunConfig) -> Iterator[str]:
-    """Yield a line for each batch setting that packing changes, or that has no effect."""
+    """Yield a log line for each batch setting that packing changes, or that has no effect."""
     training = config.training
     if config.batch_size != training.per_device_train_batch_size:
         yield (
@@ -59,11 +63,11 @@ def forced_batch_lines(config: RunConfig) -> Iterator[str]:
 
 def balanced_sync_point(config: RunConfig) -> SyncPoint | None:
     """
-    Return the point where a run's ranks wait for each other; None if packs are not assigned by
-    work.
+    Return where a run's ranks wait for each other: `step` or `microbatch`; None if packs are not
+    assigned by work.
 
     `training.packing_balance: auto` takes `microbatch` under FSDP and under DeepSpeed from stage 2
-    on, else `step`. On one rank, assigning by work changes nothing.
+    on, else `step`. On a single rank, assignment by work has no effect.
     """
     asked = config.training.packing_balance
     if asked == "none" or not config.training.packing:
@@ -73,7 +77,7 @@ def balanced_sync_point(config: RunConfig) -> SyncPoint | None:
 
 def sync_point_of(config: RunConfig) -> SyncPoint:
     """
-    Return the point where the ranks of a run wait for each other, which FSDP and DeepSpeed decide.
+    Return where the ranks of a run wait for each other, which depends on FSDP and DeepSpeed.
     """
     training = config.training
     stage = zero_stage(training.trainer.get("deepspeed"))
@@ -82,7 +86,7 @@ def sync_point_of(config: RunConfig) -> SyncPoint:
 
 def zero_stage(deepspeed: Any) -> int:
     """
-    Return the ZeRO stage in `training.deepspeed`, given as settings or file; 0 if there is none.
+    Return the ZeRO stage in `training.deepspeed`, given as settings or as a file; 0 without ZeRO.
     """
     zero = read_nested_settings(deepspeed).get("zero_optimization")
     stage = zero.get("stage") if isinstance(zero, Mapping) else None
@@ -95,17 +99,17 @@ def schedule_of_split(
     """
     Return the schedule of a split from its beginning.
 
-    ArgumentError if the ranks cannot realise the batch. `accumulation_of` decides the batches of a
-    step here, as in the trainer's arguments.
+    ArgumentError if the number of ranks does not allow the batch size. `accumulation_of` decides
+    the batches of a step here, as in the trainer's arguments.
 
-    An evaluation is one epoch, whose steps are the forward passes of each rank.
+    An evaluation is one epoch, in which each forward pass of a rank counts as a step.
 
     Args:
         config: The run.
         split: `train` or `eval`.
         aligned: The plan of the split.
-        works: Work of each pack of the raw plan, shape (num_raw_packs,), to assign the packs of a
-            step by. None leaves them as the order has them.
+        works: Work of each pack of the raw plan, by which the packs of a step are assigned to
+            ranks; shape (num_raw_packs,). None assigns packs in the schedule's order.
     """
     if split == "eval":
         return EpochSchedule.from_plan(aligned, gradient_accumulation_steps=1, num_train_epochs=1, shuffle=False)
@@ -125,9 +129,10 @@ def schedule_of_split(
 
 def partial_window_line(config: RunConfig, schedule: EpochSchedule) -> tuple[int, str] | None:
     """
-    Return a line, with its level, if an epoch's last step is smaller; None if it is not.
+    Return a log line and its level if an epoch's last step has fewer microbatches than other steps,
+    else None.
 
-    It is a warning where another batch size gives even steps, else a note. The warning names
+    It is a warning if another batch size gives even steps, else a note. The warning names
     `training.gradient_accumulation_steps` if that key alone decides the accumulation.
     """
     if not isinstance(schedule.num_packs, int):

@@ -1,8 +1,8 @@
 """
 One split of a run, `train` or `eval`, from its samples to its plan.
 
-Three frozen values follow each other: a `Split` is opened, a `MeasuredSplit` has lengths too, and a
-`PlannedSplit` packs.
+There are three frozen classes: a `Split` is opened, a `MeasuredSplit` also has lengths, and a
+`PlannedSplit` also has packs.
 """
 
 from collections.abc import Callable, Mapping
@@ -47,13 +47,13 @@ class Stores:
 
 @attrs.frozen
 class KnownTable:
-    """Path of a table of known lengths, and the function that reads it."""
+    """Path of a table of known lengths, and the function that reads the table."""
 
     where: str
-    """Place of the table, for messages."""
+    """Path of the table, for messages."""
 
     read: Callable[[], KnownLengths]
-    """Function that reads the table, when it is first needed."""
+    """Function that reads the table; it is called when the table is first needed."""
 
 
 def align_options(config: RunConfig, split: str) -> dict[str, Any]:
@@ -76,14 +76,14 @@ def align_measured(
     Args:
         raw: The plan.
         lengths: Tokens of each record; int64, shape (num_records,).
-        world_size: Number of ranks, also another one than trains.
+        world_size: Number of ranks to align for, which may differ from the number that trains.
         shares: Whether ranks share a pack that is longer than the packing length.
         most: Most ranks that share a pack, lowered to the largest number that *world_size* allows.
             None sets no limit.
         **options: Other options of `align_plan`.
 
     Raises:
-        ArgumentError: The ranks would get no batch.
+        ArgumentError: There are too few packs to give every rank a batch.
     """
     if shares:
         most = min(most or world_size, largest_degree(world_size))
@@ -103,27 +103,38 @@ class Split:
     """Options of `align_measured`."""
 
     work_model: WorkModel = WorkModel.estimated({})  # noqa: RUF009  # frozen
-    """Work of the model that is trained, forward and backward."""
+    """Work of the trained model, in forward and backward pass."""
 
     recipe: EpochRecipe | None = None
-    """Samples of each epoch, where each has a plan of its own; None plans all samples once."""
+    """
+    Recipe for the samples of each epoch, if each epoch has its own plan; None plans all samples
+    once.
+    """
 
     max_bad_share: Decimal | None = None
-    """Largest share of records that may be bad; None, the default, stops at the first bad one."""
+    """
+    Largest share of records that may be bad; None, the default, raises an error for the first bad
+    record.
+    """
 
     flush_every: int | None = None
-    """Samples between two flushes of measurements; None adapts to the number of samples."""
+    """
+    Number of samples between two writes of measurements; None adapts it to the number of samples.
+    """
 
     stores: Stores = attrs.field(default=None)
 
     encoder: "SwiftEncoder" = attrs.field(default=None)
-    """Encoder of the samples, which measuring and training share."""
+    """Encoder of the samples, for measuring and training."""
 
     source: LengthSource = attrs.field(default=None)
     """Measurer of the same samples, a `SwiftMeasurer` in a run."""
 
     known: KnownTable | None = None
-    """Table of known lengths, if `custom.lengths` names one; None, the default, measures all."""
+    """
+    Table of known lengths, if `custom.lengths` names a table; None, the default, measures all
+    records.
+    """
 
     def plan_key(self, lengths_digest: str) -> Fingerprint:
         """Return the fingerprint of the plan, or of all epochs' plans, for these lengths."""
@@ -139,7 +150,7 @@ class Split:
 
         Args:
             table: Measurements of all records.
-            data_digest: Digest of the records that became samples.
+            data_digest: Digest of all records except bad ones.
         """
         return MeasuredSplit(**_values(self, Split), table=table, data_digest=data_digest)
 
@@ -152,10 +163,12 @@ class MeasuredSplit(Split):
     """Measurements of all records; int32, shape (num_records, num_columns)."""
 
     data_digest: str
-    """Digest of all records that became samples."""
+    """Digest of all records except bad ones."""
 
     epochs: PlannedEpochs | None = None
-    """Plans of single epochs; None where all epochs have one plan, or none are planned yet."""
+    """
+    Plans of the epochs; None if all epochs have the same plan, or if epochs are not planned yet.
+    """
 
     @property
     def lengths(self) -> IntArray:
@@ -164,7 +177,7 @@ class MeasuredSplit(Split):
 
     @cached_property
     def works(self) -> SampleWorks:
-        """Work of each record of a measured split; ranks are balanced by it."""
+        """Work of each record of a measured split, by which ranks are balanced."""
         return works_of_records(self.work_model, self.table)
 
     def stats_of(self, plan: RawPlan) -> PackStats:
@@ -181,7 +194,7 @@ class MeasuredSplit(Split):
             world_size: Number of ranks.
 
         Raises:
-            ArgumentError: The ranks would get no batch.
+            ArgumentError: There are too few packs to give every rank a batch.
         """
         aligned = align_measured(raw, self.lengths, world_size=world_size, **self.align_options)
         return PlannedSplit(**_values(self, MeasuredSplit), key=key, raw=raw, aligned=aligned)
@@ -190,7 +203,8 @@ class MeasuredSplit(Split):
 @attrs.frozen(eq=False, kw_only=True)
 class PlannedSplit(MeasuredSplit):
     """
-    A measured split with its plan; where each epoch has its own plan, the plan of the first epoch.
+    A measured split with its plan. If each epoch has its own plan, it is the plan of the first
+    epoch.
     """
 
     key: Fingerprint
@@ -206,7 +220,10 @@ class PlannedSplit(MeasuredSplit):
 
     @property
     def pack_stats(self) -> Callable[[int], PackStats]:
-        """Function from an epoch to the statistics of its packs; it holds no other epoch's plan."""
+        """
+        Function from an epoch to the statistics of its packs. It keeps no plan of an epoch
+        that is not needed any more.
+        """
         if self.epochs is not None:
             return self.epochs.stats
         stats = self.stats_of(self.raw)
@@ -239,5 +256,5 @@ class PlannedSplit(MeasuredSplit):
 
 
 def _values(split: Split, kind: type[Split]) -> dict[str, Any]:
-    """Return the fields of *split* that a class of splits has, by name."""
+    """Return the values of those fields of *split* that the class *kind* also has, by name."""
     return {name: getattr(split, name) for name in attrs.fields_dict(kind)}

@@ -1,5 +1,6 @@
 """
-The variant `rollout`: packs are built while training, from data mixed again each epoch.
+The trainer variant `rollout`: packs are made during training, from data that is mixed again in each
+epoch.
 """
 
 from __future__ import annotations
@@ -54,7 +55,7 @@ def train_stream(config: RunConfig, trainer: StreamTrainer) -> None:
     Train from a stream, with the trainer that `prepare_stream` builds.
 
     Raises:
-        PackplanError: Something the user can fix.
+        PackplanError: A setting, the data or the model is refused.
     """
     with hold_output_lock(config, trainer.group), logging_interruption(trainer):
         trainer.train()
@@ -121,8 +122,8 @@ def _log_stream(
     """Log the table of a stream's run, and its warnings."""
     batch = accumulation_of(config, world_size=world_size).effective_batch_size
     rows = {
-        "data": f"{counted(num_records, 'record')}, mixed and packed while training",
-        "packs": f"of {counted(config.packing_length, 'token')}, as samples come: an epoch's steps are not known",
+        "data": f"{counted(num_records, 'record')}, mixed and packed during training",
+        "packs": f"of {counted(config.packing_length, 'token')}, in the order of samples; steps an epoch are not known",
         "training": f"{_run_length_text(config)}; {counted(batch, 'pack')} a step, on {counted(world_size, 'rank')}",
         **({} if evaluation is None else {"eval": describe_evaluation(evaluation)}),
         **attention_row(attention),
@@ -135,7 +136,10 @@ def _log_stream(
 
 
 def _log_start(config: RunConfig, progress: StreamProgress) -> None:
-    """Log the progress at which a resumed stream starts; nothing for one from the beginning."""
+    """
+    Log the progress from which a resumed stream starts; log nothing if the stream starts from the
+    beginning.
+    """
     training = config.training
     if not progress.step:
         return
@@ -151,7 +155,9 @@ def _log_start(config: RunConfig, progress: StreamProgress) -> None:
 
 
 def _run_length_text(config: RunConfig) -> str:
-    """Return the length of a run as text: its steps, else its epochs."""
+    """
+    Return the length of a run as text: its number of steps if known, else its number of epochs.
+    """
     training = config.training
     if training.max_steps > 0:
         return counted(training.max_steps, "optimizer step")
@@ -160,7 +166,8 @@ def _run_length_text(config: RunConfig) -> str:
 
 def _log_end(config: RunConfig, group: RankGroup, trainer: StreamTrainer) -> None:
     """
-    Log the numbers of trained, dropped and skipped samples; every rank calls this, to add its own.
+    Log the numbers of trained, dropped and skipped samples, summed over ranks; every rank has to
+    call this.
     """
     totals = trainer.totals()
     if group.rank != 0:
@@ -175,7 +182,7 @@ def _log_end(config: RunConfig, group: RankGroup, trainer: StreamTrainer) -> Non
 
 
 def _make_order(config: RunConfig, files: Sequence[DataFile]) -> Order:
-    """Return a function from an epoch to its samples in order, as indices over all *files*."""
+    """Return a function from an epoch to the order of its samples, as indices over all *files*."""
     trainer = config.training.trainer
     seed, sizes = trainer.get("data_seed", config.training.seed), [size for _, size in source_sizes(files)]
     if config.custom.fusion_config is not None:

@@ -3,9 +3,9 @@ Stages of a run, from its YAML to training steps; read the functions from top to
 
     config -> records and encoder -> lengths -> raw plan -> aligned plan -> schedule -> trainer
 
-Every rank runs this. Rank 0 alone measures and plans; the others wait for it and read the result.
-In each epoch, the schedule draws an order of the raw plan's packs, and fills or cuts it for the
-ranks in the same way as the aligned plan. The aligned plan itself is stored, compared and logged.
+Every rank runs this. Only rank 0 measures and plans; the other ranks wait, and get the result from
+rank 0. In each epoch, the schedule shuffles the raw plan's packs, and repeats or drops packs in the
+same way as the aligned plan. The aligned plan itself is only stored, compared and logged.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ def train(config: RunConfig, group: RankGroup) -> tuple[PlanTrainer, dict[str, M
     If each epoch has its own plan, only the plans of the current and the next epoch are in memory.
 
     Raises:
-        PackplanError: Something the user can fix, or something stored that is damaged.
+        PackplanError: A setting, the data or the model is refused, or a stored file is damaged.
     """
     warn_of_overwriting(config.training, group)
     trainer, planned = prepare(config, group)
@@ -74,16 +74,17 @@ def prepare(
     config: RunConfig, group: RankGroup, *, may_leak: bool = False
 ) -> tuple[PlanTrainer, dict[str, PlannedSplit]]:
     """
-    Choose the attention, measure, plan, schedule and build the trainer; return it and its splits.
+    Choose the attention backend, measure, plan, schedule, and build the trainer; return the trainer
+    and the splits.
 
     Args:
         config: The run.
         group: All ranks.
-        may_leak: Accept an attention under which samples of a pack might see each other, so that
-            they can be compared.
+        may_leak: Accept an attention backend that might mix the samples of a pack, so that packed
+            and unpacked results can be compared.
 
     Raises:
-        PackplanError: Something the user can fix, or something stored that is damaged.
+        PackplanError: A setting, the data or the model is refused, or a stored file is damaged.
     """
     # Faults of the settings are found before hours of measuring.
     refuse_stream(config)  # `packplan check` and `plan time` prepare, too
@@ -119,10 +120,10 @@ def prepare(
 
 def _schedule_packs(config: RunConfig, train: PlannedSplit, ranks: Ranks) -> EpochSchedule:
     """
-    Return the schedule of the packs from their beginning.
+    Return the schedule of the packs from the start of training.
 
     Raises:
-        MismatchError: Ranks count other works of the packs.
+        MismatchError: Ranks computed different works of the packs.
         ArgumentError: An epoch has no packs.
     """
     pack_works = train.pack_works
@@ -132,7 +133,7 @@ def _schedule_packs(config: RunConfig, train: PlannedSplit, ranks: Ranks) -> Epo
 
 
 def _log_plans(config: RunConfig, splits: list[PlannedSplit], schedule: EpochSchedule, attention: str) -> None:
-    """Log the plans, the step of a resume, and the source of the works."""
+    """Log the plans, the step at which a resumed run starts, and how works were computed."""
     log_run(config, splits, schedule, attention=attention)
     if schedule.start.step >= schedule.total_steps:
         log_nothing_left(schedule.start.step, f"at {schedule.total_steps:,}")
@@ -141,7 +142,7 @@ def _log_plans(config: RunConfig, splits: list[PlannedSplit], schedule: EpochSch
 
 
 def _check_and_log_end(config: RunConfig, trainer: PlanTrainer) -> None:
-    """Log the end of training; RuntimeError if it took another number of steps than planned."""
+    """Log the end of training; RuntimeError if the number of steps differs from the plan."""
     num_steps, schedule = trainer.state.global_step, trainer.schedule
     total = max(schedule.total_steps, schedule.start.step)
     if trainer.was_terminated and num_steps < total:
@@ -154,7 +155,9 @@ def _check_and_log_end(config: RunConfig, trainer: PlanTrainer) -> None:
 
 @contextmanager
 def logging_interruption(trainer: CheckedTrainer) -> Iterator[None]:
-    """If Ctrl-C ends this context, log the steps done and the last checkpoint, on rank 0."""
+    """
+    If Ctrl-C ends this context, log the number of finished steps and the last checkpoint on rank 0.
+    """
     try:
         yield
     except KeyboardInterrupt:
@@ -166,7 +169,8 @@ def logging_interruption(trainer: CheckedTrainer) -> Iterator[None]:
 
 def log_nothing_left(step: int, end: str) -> None:
     """
-    Log that nothing is left to train after the checkpoint at *step*; *end* is the end in words.
+    Log that nothing is left to train after the checkpoint at *step*; *end* describes the end of the
+    run.
     """
     log.warning(
         "the checkpoint is at optimizer step %d, and the run ends %s: nothing is left to train; raise "
@@ -177,7 +181,7 @@ def log_nothing_left(step: int, end: str) -> None:
 
 
 def log_termination(trainer: CheckedTrainer, end: str) -> None:
-    """Log that SIGTERM ended a run early; *end* is its last step or its length in words."""
+    """Log that SIGTERM ended a run early; *end* is its last planned step, or its length as text."""
     log.warning(
         "SIGTERM: saved a checkpoint at step %d of %s; training.resume_from_checkpoint: last continues from there",
         trainer.state.global_step,
@@ -187,9 +191,9 @@ def log_termination(trainer: CheckedTrainer, end: str) -> None:
 
 def log_outcome(config: RunConfig, trainer: CheckedTrainer) -> None:
     """
-    Log a finished run: its steps, where its model and numbers are, and how to load the model.
+    Log the end of a run: its steps, the folders of model and metrics, and how to load the model.
 
-    Such lines are shown only on rank 0.
+    These lines are shown only on rank 0.
     """
     steps = trainer.state.global_step
     done = f"{counted(steps, 'optimizer step')} {verb_for(steps)} done"

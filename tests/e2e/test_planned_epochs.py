@@ -152,7 +152,7 @@ def test_show_tells_every_epoch(write_mix, write_run, capsys, monkeypatch):
         assert "planning train, " in said
 
     assert 0 == plan_main(["whatif", path])
-    assert "as if all epochs had the plan of the first" in capsys.readouterr().err
+    assert "assume that all epochs have the plan of the first" in capsys.readouterr().err
 
     def show(of: str, *words: str) -> str:
         capsys.readouterr()

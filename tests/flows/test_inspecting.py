@@ -144,7 +144,7 @@ def test_show_warns_of_what_training_would_refuse_or_do_otherwise(store, said, s
         "training would plan again, since a setting has changed: min_fill_ratio was '1.0', now '0.5'",
         "filled below 1.0 are dropped",
         "are skipped",
-        "no sample was encoded twice yet",
+        "no sample was encoded a second time yet",
         "in the last step of each epoch, each rank trains",
     ):
         assert words in warnings
@@ -237,7 +237,7 @@ def test_what_is_not_built_or_damaged_is_named(store, said):
         assert re.search(f"{reason}.*packplan plan build", said("show", path, status=2)), reason
     for part in train_folder(store(name="other", lengths=LENGTHS[1:])).glob("raw_plan*"):
         (folder / part.name).write_bytes(part.read_bytes())
-    assert "a plan that was made from others" in said("show", path, status=2)
+    assert "a plan of other lengths" in said("show", path, status=2)
 
     (folder / "lengths.bin").write_bytes(b"\0" + (folder / "lengths.bin").read_bytes()[1:])
     for name in ("show", "whatif"):
