@@ -4,8 +4,8 @@ Writes the packs of a plan for other tools: plain Parquet, Megatron-Bridge, LLaM
 For ms-swift, rows are written with their lengths.
 
 Only text can be exported. A file has all samples of each pack, in the order of the plan or of an
-epoch, and the plan's checksum. It is published complete or not at all, and only a few packs are in
-memory at a time.
+epoch, and the plan's checksum. A file is published complete or not at all, and only a few packs are
+in memory at a time.
 """
 
 import json
@@ -31,7 +31,7 @@ from packplan.core.lengths import IntArray
 from packplan.core.surface import Plan
 
 BATCH_TOKENS = 2**22
-"""Number of tokens in a Parquet row group or an Arrow batch, after which it is written."""
+"""Number of tokens after which a Parquet row group or an Arrow batch is written."""
 
 _MEDIA = re.compile(r"(?:^|_)(?:image|video|audio|pixel)s?(?:_|$)")
 """Pattern of column names for images, videos or sound; tensors under other names are media too."""
@@ -116,13 +116,12 @@ def export_llama_factory(
 
     `datasets.load_from_disk` reads the folder as a `DatasetDict` with the split `train`, in which
     each row is a pack. The columns are `input_ids`, `attention_mask`, `position_ids` and `labels`.
-    LLaMA-Factory's collators rely on these rules:
 
-    - The mask numbers the samples of a row from 1, and is 0 at padding.
-    - Each row ends in padding, since a mask without a 0 may be dropped.
-    - A row has the packing length plus one, rounded up to a multiple of 8, so that no collator
-      makes it longer than its position ids.
-    - The row of a long sample has the sample's length plus one, rounded up in the same way.
+    Rows follow rules on which LLaMA-Factory's collators rely. The mask numbers the samples of a row
+    from 1, and is 0 at padding. Each row ends in padding, since a mask without a 0 may be dropped.
+    The width of a row is the packing length plus one, rounded up to a multiple of 8, so that no
+    collator makes the row longer than its position ids. The row of a long sample has the sample's
+    length plus one, rounded up in the same way.
 
     Train with `neat_packing: true`, and with `disable_shuffling: true` to keep the order.
 
@@ -170,8 +169,8 @@ def export_cached_rows(splits: Mapping[str, tuple[Any, Sequence[Sequence[int]]]]
     Evaluation rows are written to the folder `EVAL` inside *folder*.
 
     Args:
-        splits: Splits by name, `train` or another. Each is a pair of its rows, a
-            `datasets.Dataset`, and the lengths of the sequences in each row.
+        splits: Splits by name; `train` is the training split, any other name the evaluation split.
+            A split is a pair of a `datasets.Dataset` and the lengths of the sequences in each row.
         folder: Folder to create, which must not exist yet.
 
     Raises:

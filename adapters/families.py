@@ -1,17 +1,12 @@
 """
 Facts about single model families, in `families.json`; all other facts are read from the model.
 
-The file has these keys:
-
-- `swift`: default model type and template of architectures for which ms-swift's registry has
-  several
-- `embeds`: templates of ms-swift whose image embedding fails with this transformers, so that the
-  model embeds images
-- `unshown`: templates that declare packing, but whose models have not been shown to keep packed
-  samples apart
-- `unpacked`: model types that do not pack, according to docs/models.md
-- `complete`: for some model types, keys to add to transformers' default configuration, so that a
-  model is built with all its kinds of layers
+`swift` has the default model type and template of architectures for which ms-swift's registry has
+several. `embeds` lists templates of ms-swift whose image embedding fails with this transformers, so
+that the model embeds images. `unshown` lists templates that declare packing, but whose models have
+not been shown to keep packed samples apart. `unpacked` lists model types that do not pack, as in
+docs/models.md. `complete` has keys to add to transformers' default configuration of some model
+types, so that a model is built with all its kinds of layers.
 """
 
 import json

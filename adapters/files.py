@@ -139,7 +139,7 @@ def wrap_save_errors(folder: Path) -> Iterator[None]:
 @contextmanager
 def wrap_load_errors(key: str, fact: str, remedy: str = "") -> Iterator[None]:
     """
-    Turn exceptions in this context into ConfigErrors, except PackplanErrors and lack of memory.
+    Turn exceptions in this context into ConfigErrors, except PackplanErrors and out-of-memory ones.
 
     Args:
         key: Configuration key that names what the library loads in this context.
@@ -294,7 +294,7 @@ def read_array(folder: Path, entry: Mapping[str, Any]) -> NDArray[Any]:
 
 def map_array(path: Path, dtype: np.dtype[Any], size: int, *, is_whole: bool = False) -> tuple[NDArray[Any], Any]:
     """
-    Memory-map the first *size* elements of a file; return them, and a SHA-256 object fed with them.
+    Memory-map the first *size* elements of a file, and return them with their SHA-256 hash object.
 
     Args:
         path: Binary file.
@@ -303,7 +303,8 @@ def map_array(path: Path, dtype: np.dtype[Any], size: int, *, is_whole: bool = F
         is_whole: Whether the file has to end after these elements.
 
     Raises:
-        CorruptArtefactError: The file is missing or too short, or longer although *is_whole*.
+        CorruptArtefactError: The file is missing or too short, or *is_whole* is true but the file
+            is longer.
     """
     if not path.is_file():
         raise CorruptArtefactError(str(path), "it is missing")

@@ -81,9 +81,9 @@ class BatchedData:
             fields: Tensors of shape (batch, …), and lists of `batch` entries. The tokens have the
                 shape (batch, width).
             lengths: Number of tokens in each sequence; None takes the field `input_lengths_key`.
-            sequence_dims: For some fields, the dimension that runs along the sequence, or None. It
-                is required for a field with a dimension of size `width`, unless the field's name is
-                one of `core.shard.inputs.TOKEN_FIELDS`.
+            sequence_dims: For some fields, the dimension that runs along the sequence, or None. An
+                entry is required for a field with a dimension of size `width`, unless the field's
+                name is one of `core.shard.inputs.TOKEN_FIELDS`.
             pad_values: Padding value by field, such as the pad id for tokens and -100 for labels;
                 0 for fields without an entry.
             input_key: Name of the field with the tokens.
@@ -338,8 +338,8 @@ class Microbatch:
         """
         Labels in transformers' form, which are not shifted; shape (rows, width).
 
-        They are the field `labels`, or the tokens if there is no such field. At the first token of
-        each sequence and at padding, labels are -100.
+        Labels are the field `labels`, or the tokens if there is no such field. At the first token
+        of each sequence and at padding, labels are -100.
         """
         name = "labels" if "labels" in self.data else self.data.input_key
         source = self.data.tensor(name)
@@ -415,7 +415,7 @@ def pack_row(batch: BatchedData, *, multiple: int, row_length: int | None = None
         batch: Batch of at least one sequence.
         multiple: Multiple to which each sequence is padded, in tokens.
         row_length: Number of positions to which the row is padded at its end; None adds none.
-            Stages of a pipeline need it, since they exchange buffers of one shape.
+            Pipeline stages need rows of one length, since they exchange buffers of one shape.
 
     Raises:
         ArgumentError: The batch is empty, or its sequences need more than *row_length* positions.
@@ -449,7 +449,7 @@ def _dims(fields: Mapping[str, Field], declared: Mapping[str, int | None], input
 
 
 def _check_pad_values(fields: Mapping[str, Field], pad_values: Mapping[str, float]) -> Mapping[str, float]:
-    """Return *pad_values*; ArgumentError if a field is no tensor or its type lacks the value."""
+    """Return *pad_values*; ArgumentError if a field is no tensor or cannot have its value."""
     for name, value in pad_values.items():
         field = fields.get(name)
         if not isinstance(field, Tensor):
@@ -467,7 +467,7 @@ def _to_int64(values: Any, least: int, below: float, message: str) -> Tensor:
     """
     Return whole numbers as an int64 tensor of shape (num,).
 
-    ArgumentError is raised if a number is not whole, below *least*, or *below* or more.
+    ArgumentError is raised if a number is not whole, is less than *least*, or is *below* or more.
     """
     with suppress(TypeError, ValueError, RuntimeError):
         numbers = torch.as_tensor(values)

@@ -52,7 +52,7 @@ _MOST_JSON = 2**28
 """Largest size in bytes of a model's JSON file; tokenizer files have tens of MiB."""
 
 _SAMPLED, _MOST_SAMPLED = 256, 256
-"""For a file's digest: bytes read from each weight, and largest number of weights to read."""
+"""Bytes of each weight that a file's digest reads, and largest number of weights that it reads."""
 
 _DIGITS = 12
 """Number of hexadecimal digits of a digest that a message shows."""
@@ -147,7 +147,7 @@ def model_faults(model: ModelConfig, *, loads: bool = False) -> tuple[Fault, ...
 
     Args:
         model: Section `model` of the run.
-        loads: Whether the run loads the weights, so that they are checked too.
+        loads: Whether to check the weights too, because the run loads them.
     """
     try:
         config_content(model)
@@ -247,7 +247,7 @@ def require_whole_weights(model: ModelConfig) -> None:
     """
     Refuse weight files that are missing, truncated or damaged; only sizes and headers are read.
 
-    Adapters in the folder are checked too. A folder without weights passes.
+    Adapters in the folder are checked too. A folder without weights is accepted.
 
     Raises:
         ConfigError: A file is damaged or missing.
@@ -327,7 +327,8 @@ def config_digest(model: ModelConfig) -> str:
     """
     Return the digest of a model's config.json and, if the run may execute it, its Python code.
 
-    `model.trust_remote_code` allows the code to run. ConfigError is raised without a config.json.
+    `model.trust_remote_code` allows the code to run. ConfigError is raised if there is no
+    config.json.
     """
     digest = hashlib.sha256(json.dumps(config_content(model), sort_keys=True).encode())
     if model.trust_remote_code:
@@ -359,7 +360,7 @@ def _weights_digest(path: Path) -> str:
     Return a digest of a weight file.
 
     For a safetensors file, the digest covers the header and some bytes of the weights. For a torch
-    archive, it covers the stored checksums; for other files, nothing.
+    archive, the digest covers the stored checksums. For any other file, it covers nothing.
     """
     digest = hashlib.sha256()
     if path.suffix == ".safetensors":

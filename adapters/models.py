@@ -1,7 +1,7 @@
 """
 Saves and restores a model's mode, buffers and random state, and computes norms of gradients.
 
-It also checks weights before they are saved, by the root mean square of the trained weights.
+Weights are also checked before they are saved, by the root mean square of the trained weights.
 
 After a step with a learning rate of 1e30, for example, weights are finite but useless. The loss of
 another forward pass may be finite too, since norm layers divide by the huge values. The root mean
@@ -108,8 +108,8 @@ def root_mean_square(weights: Iterable[torch.Tensor], *, device: torch.device | 
 
     Args:
         weights: Weights of the model, or this rank's part of them.
-        device: Device of a sum over all ranks; then every rank has to call this. None sums over
-            this rank alone.
+        device: Device for the sum over all ranks, in which case every rank has to call this
+            function. None sums over this rank alone.
     """
     squares, number = _sum_of_squares((one for one in weights if one.requires_grad), device=device)
     return math.sqrt(squares / max(1.0, number))
@@ -121,7 +121,8 @@ def _sum_of_squares(tensors: Iterable[torch.Tensor], *, device: torch.device | N
 
     Args:
         tensors: Whole tensors, or this rank's parts of them.
-        device: See `root_mean_square`. A tensor that several ranks have in full counts once.
+        device: Device for the sum over ranks, as in `root_mean_square`. A tensor that several ranks
+            have in full counts once.
     """
     sums = torch.zeros(2, dtype=torch.float64)
     for tensor in tensors:
@@ -196,7 +197,7 @@ def add_gradients(total: Gradients, gradients: Gradients) -> float:
 
 
 def difference_norms(found: Gradients, expected: Gradients) -> Mapping[str, float]:
-    """Return the norm of the gradients' difference for each weight; missing ones count as 0."""
+    """Return each weight's norm of the gradients' difference; a missing gradient counts as 0."""
     norms = {}
     for name in {**found, **expected}:
         mine, own = (part[name].double() if name in part else 0.0 for part in (found, expected))

@@ -2,9 +2,10 @@
 Starts processes that end when their parent ends, even if SIGKILL ends the parent.
 
 Each process that Packplan starts calls `end_with_parent` first: measuring processes, loader
-workers, ranks of a launcher, servers of engines, benchmarks. There are two exceptions. Rank 0's
-heartbeat has to outlive rank 0 for a moment, and detects the end of rank 0 by a pipe. Ray takes up
-to a minute to end its actors, so actors on the driver's machine watch the driver's process.
+workers, ranks of a launcher, servers of engines, benchmarks. Rank 0's heartbeat does not, since it
+has to outlive rank 0 for a moment; it detects the end of rank 0 by a pipe. Actors of Ray on the
+driver's machine call `end_with_process` instead, to watch the driver, since Ray takes up to a
+minute to end its actors.
 """
 
 import ctypes
@@ -35,7 +36,7 @@ _LOST = {
     "DataLoader timed out": "Reading and encoding a sample takes longer, or its disk does not respond: check the disk "
     "that has its media, or {keys}",
 }
-"""Advice, with `{keys}`, by the start of torch's error about a lost or stuck loader process."""
+"""Advice with a place for `{keys}`, by the start of torch's error about a lost loader process."""
 
 
 def end_with_parent(number: signal.Signals = signal.SIGKILL) -> None:
@@ -75,7 +76,7 @@ def end_with_launcher() -> None:
 
 def end_with_process(pid: int) -> None:
     """
-    End this process when another process on this machine ends. Works on Linux only.
+    End this process when another process on this machine ends; without Linux, do nothing.
 
     Args:
         pid: Id of the other process. If it has already ended, this process ends at once.

@@ -34,7 +34,7 @@ _CLEANED = {
     "#010203": "currentColor",
     "#010204": "var(--line)",
 }
-"""Replacement in the page for each of these patterns in matplotlib's SVG."""
+"""Patterns in matplotlib's SVG, each with the text that replaces it in the page."""
 
 Row = tuple[str, ...]
 
@@ -108,7 +108,7 @@ class ReportedPlan:
 
 def render_page(title: str, plans: Sequence[ReportedPlan]) -> str:
     """
-    Return a page about plans.
+    Return the HTML text of a page about plans.
 
     Raises:
         ModuleNotFoundError: matplotlib or jinja2 is not installed.

@@ -1,7 +1,7 @@
 """
-Reads and writes a transformers trainer's state in a checkpoint, with a digest that reading checks.
+Reads and writes a transformers trainer's state in a checkpoint, protected by a digest.
 
-DeepSpeed's files with parts of the optimizer have to be there too.
+If DeepSpeed stores parts of the optimizer, the module also checks that no file of them is missing.
 """
 
 import dataclasses
@@ -99,7 +99,7 @@ def find_other_parts(folder: Path, *, stage: int | None, num_ranks: int) -> str 
     # Each node may have the files of its own ranks only.
     count = num_ranks if parts == int(os.environ.get("LOCAL_WORLD_SIZE", "1")) else parts
     kept, taken = _optimizer_text(then, count), _optimizer_text(stage, num_ranks)
-    remedy = "resume on as many ranks, with the same settings of DeepSpeed"
+    remedy = "resume on the same number of ranks, with the same DeepSpeed settings"
     return None if kept == taken else f"its optimizer is stored {kept}, but this run stores it {taken}: {remedy}"
 
 

@@ -1,8 +1,8 @@
 """
 Makes a model's vision tower run on every batch, with a dummy image if the batch has none.
 
-If ranks share weights or gradients, a rank that skips the tower blocks the other ranks: FSDP and
-ZeRO-3 wait for the tower's weights, DDP and ZeRO 1 and 2 for the tower's gradients.
+If ranks share weights or gradients, a rank that skips the tower blocks the other ranks. With FSDP
+and ZeRO 3, ranks wait for the tower's weights; with DDP and ZeRO 1 and 2, for its gradients.
 """
 
 from __future__ import annotations

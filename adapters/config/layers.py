@@ -1,7 +1,8 @@
 """
 Reads YAML files into one document.
 
-Values of a file replace those of the file that it extends. Values of the command line replace both.
+Values of a file replace those of the file that it extends. Values of the command line replace those
+of all files.
 """
 
 import os
@@ -32,7 +33,7 @@ _BRACKETS = {
 
 def read_document(path: Path) -> dict[str, Any]:
     """
-    Read a YAML file, merged over the files that it extends.
+    Read a YAML file, and merge it over the files that it extends.
 
     Args:
         path: YAML file.
@@ -79,7 +80,7 @@ def apply_overrides(document: Mapping[str, Any], overrides: Iterable[str]) -> di
         overrides: Values of single keys, each as `section.key=value`; null unsets a key.
 
     Raises:
-        ConfigError: Overrides are not written as `section.key=value`; it lists all of them.
+        ConfigError: Some overrides are not written as `section.key=value`; the error lists them.
     """
     result, found = merge_sections({}, document), []
     for text in overrides:

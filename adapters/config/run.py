@@ -111,7 +111,7 @@ def known_keys(kind: type) -> Iterator[str]:
 
 def _build_config(document: Mapping[str, Any], kind: type[T], source: str, advise: Advise, found: Sequence[Fault]) -> T:
     """
-    Build the configuration of a document; ConfigError with its faults and those already *found*.
+    Build the configuration of a document; ConfigError lists its faults and those in *found*.
     """
     config, more = structure_document(document, kind, advise, required=_REQUIRED)
     found = (*found, *more)
@@ -134,7 +134,7 @@ def load_mixes(path: str | Path) -> Mixes:
     """
     Read the YAML of `custom.fusion_config`: one mix for all epochs, or a curriculum of mixes.
 
-    If several paths lead to one data file, each of its sources gets the first of them.
+    If several paths lead to the same data file, all of its sources get the first path.
 
     Args:
         path: YAML file.

@@ -53,7 +53,7 @@ WORDS = {
     "numbers": "a list of numbers",
     "dict": "a section of keys",
 }
-"""Words for each type in messages, by the type's name."""
+"""Words that messages use for each type, by the type's name."""
 
 TYPES: Mapping[Any, str] = {
     type(None): "null", bool: "bool", int: "int", float: "float", str: "str", list: "list", list[float]: "numbers",

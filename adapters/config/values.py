@@ -1,5 +1,5 @@
 """
-Builds objects of frozen classes from a YAML document, by the types of their fields.
+Builds objects of frozen classes from a YAML document, by the types of the classes' fields.
 
 A value of another type is a fault, and every fault names the path of its key.
 """
@@ -187,7 +187,7 @@ def _mapping_hook(plain: Any, wanted: str) -> Any:
 
 
 def _structure_union(converter: cattrs.Converter, value: object, kind: Any) -> Any:
-    """Convert a value of a union: None, one of a literal's words, or a value of the other type."""
+    """Convert a value whose type is a union of None, words of a literal and one other type."""
     kinds = typing.get_args(kind)
     words = [word for one in kinds for word in typing.get_args(one) if _origin(one) is typing.Literal]
     if (value is None and type(None) in kinds) or value in words:

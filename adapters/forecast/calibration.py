@@ -37,7 +37,7 @@ class StepClock(TrainerCallback):  # type: ignore[misc]  # its library has no ty
         self._since, self._waited_s = self._synced_now(), self.trainer.wait_seconds
 
     def on_step_end(self, *_: Any, **__: Any) -> None:
-        """Record the seconds of an optimizer step, without the start of the loaders."""
+        """Record the seconds of an optimizer step, not counting the time to start the loaders."""
         now = self._synced_now()
         # Loader processes start in an epoch's first step; for later steps they load ahead.
         starting = self.trainer.wait_seconds - self._waited_s if self._waited_s >= 0 else 0.0
@@ -68,7 +68,7 @@ def measure_steps(
     clock: Callable[[], float] = time.perf_counter,
 ) -> Calibration:
     """
-    Train, and return the seconds of this rank's warm steps, evaluation and checkpoint.
+    Train, and return the seconds of this rank's steps after warm-up, evaluation and checkpoint.
 
     Args:
         trainer: Trainer that trains the same packs in the same order in each epoch. It may evaluate

@@ -133,9 +133,9 @@ class StepTracer:
     @staticmethod
     def pack_of_length(samples: Sequence[dict[str, Any]], tokens: int) -> list[dict[str, Any]]:
         """
-        Return samples for a pack of *tokens* tokens: *samples* repeated, then filled up by text.
+        Return samples for a pack of *tokens* tokens, by repeating *samples* and adding text.
 
-        The share of supervised tokens in the text is that of *samples*.
+        In the added text, the share of supervised tokens is the same as in *samples*.
 
         Args:
             samples: Encoded samples of a pack.
@@ -201,7 +201,7 @@ def _step_optimizer(optimizer: Any, gradients: list[Any]) -> None:
 
 
 def _text_sample(sample: dict[str, Any], tokens: int, share: float) -> dict[str, Any]:
-    """Return a text sample of *tokens* tokens with the keys of *sample*; *share* is supervised."""
+    """Return a text sample with the keys of *sample*; the fraction *share* is supervised."""
     token, with_loss = int(sample["input_ids"][-1]), round(share * tokens)
     text: dict[str, Any] = {
         "input_ids": [token] * tokens,
@@ -224,12 +224,12 @@ def _looks_like_pixels(value: Any) -> bool:
 
 def shard_as_accelerate(model: Any, world_size: int, *, mixed: str) -> None:
     """
-    Shard a model in place by FSDP 2, as accelerate does on GPUs; on a CPU accelerate does not.
+    Shard a model in place by FSDP 2, which accelerate itself would do on GPUs only.
 
     Args:
         model: Model that its trainer has prepared for training.
         world_size: Number of ranks in the default process group.
-        mixed: Mixed precision of accelerate: `no`, `bf16` or `fp16`.
+        mixed: Accelerate's mixed precision, which is `no`, `bf16` or `fp16`.
     """
     plugin = FullyShardedDataParallelPlugin(
         fsdp_version=2, auto_wrap_policy="transformer_based_wrap", cpu_ram_efficient_loading=False,

@@ -1,13 +1,13 @@
 """
 Records the memory that a computation would take.
 
-Floating-point tensors have sizes but no content. Their memory blocks are recorded when they would
-be allocated and freed.
+Floating-point tensors have sizes but no content. The memory blocks of these tensors are recorded
+when they would be allocated and freed.
 
-Integers and booleans are computed. They are small, and shapes depend on them: the samples of a row,
-the supervised tokens, the grid of an image. A model whose shapes depend on floating-point values
-cannot be traced. Operators take the code path of a CPU, and the buffers inside kernels are not
-recorded.
+Integers and booleans are computed, since they are small and decide shapes, such as the samples of a
+row, the number of supervised tokens, or the grid of an image. A model whose shapes depend on
+floating-point values cannot be traced. Operators take the code path of a CPU, and the buffers
+inside kernels are not recorded.
 """
 
 import traceback
@@ -32,7 +32,7 @@ _INDEXED = (torch.ops.aten.index.Tensor, torch.ops.aten.index_put.default, torch
 
 
 _DEVICE = torch.ops.prim.device.default
-"""Operator that returns a tensor's device. It is called most often, and allocates no tensor."""
+"""Operator that returns a tensor's device, the most frequent call, which allocates no tensor."""
 
 
 class MemoryTracer(TorchDispatchMode):  # type: ignore[no-untyped-call]  # of torch

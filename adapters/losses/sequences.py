@@ -1,5 +1,5 @@
 """
-Losses on packed logits: `PackedLoss` calls a loss for each sequence, `FusedLoss` for all tokens.
+Computes losses on packed logits, sequence by sequence (`PackedLoss`) or at once (`FusedLoss`).
 
 The data are named fields of a batch of sequences, padded on the right. One dimension of a field may
 run along the sequence (`core.shard.inputs`). Entry t in that dimension belongs to token t, which
@@ -37,15 +37,15 @@ DERIVED = frozenset({"entropy", "sequence_tokens", "sequence_log_ratio"})
 Fields that `FusedLoss` computes for a loss. `entropy` is the entropy of the token's distribution,
 in nats. `sequence_tokens` is the total weight of the sequence's tokens. `sequence_log_ratio` is the
 sequence's mean of log-probabilities minus the field `old_log_probabilities`, which the loss has to
-name too. Its gradient is not computed.
+name too. No gradient flows through `sequence_log_ratio`.
 """
 
 _PREFERENCES = {"bpo", "cpo", "dpo", "ipo", "kto", "orpo", "preference", "preferences", "rpo", "simpo"}
-"""Words by which the name of a loss shows that it compares answers with each other."""
+"""Words in the name of a loss which mean that the loss compares answers with each other."""
 
 
 _EXTREMES = {"_min": (torch.amin, torch.inf), "_max": (torch.amax, -torch.inf)}
-"""For each ending of a metric's name: its reduction, and its value if no token counts."""
+"""Reduction, and value if no token counts, of metrics whose names have these endings."""
 
 
 class SequenceLoss(Protocol):
@@ -75,11 +75,11 @@ class TokenLoss(Protocol):
     @property
     def normalisation(self) -> Normalisation:
         """
-        Kind of the mean: `token`, `sequence` or `constant`.
+        Kind of mean, which is `token`, `sequence` or `constant`.
 
-        `token` is the mean over all tokens. `sequence` is the mean over sequences of each one's
-        mean over tokens. `constant` is the mean over sequences of each one's sum over tokens,
-        divided by `divisor`.
+        `token` is the mean over all tokens. `sequence` is the mean, over sequences, of each
+        sequence's mean over tokens. `constant` is the mean, over sequences, of each sequence's sum
+        over tokens divided by `divisor`.
         """
 
     @property
@@ -104,8 +104,8 @@ def refuse_whole_batch_loss(loss: object) -> None:
     Refuse a loss that cannot be computed on parts of a batch, such as a loss over pairs.
 
     Raises:
-        ArgumentError: The loss has the attribute `needs_whole_batch`, and it is true; or it lacks
-            the attribute, and its name is that of a preference loss.
+        ArgumentError: The loss's attribute `needs_whole_batch` is true, or the loss has no such
+            attribute but the name of a preference loss.
     """
     while isinstance(loss, partial):
         loss = loss.func
@@ -147,7 +147,7 @@ class _SequenceFields:
         return sequence_dims(shapes, input_key=self.input_key, declared=declared)
 
     def lengths(self, data: Mapping[str, Any], layout: PackedLayout | None) -> list[int] | None:
-        """Return the data's lengths, None without them; ValueError if they contradict *layout*."""
+        """Return the lengths in *data*, or None; ValueError if they contradict *layout*."""
         found = [int(length) for length in data.get(self.input_lengths_key, ())]
         if found and layout is not None and found != layout.lengths.tolist():
             raise ValueError(f"the lengths in field {self.input_lengths_key} differ from those of the row")
@@ -225,7 +225,8 @@ class FusedLoss(_SequenceFields):
 
         Args:
             logits: Logits of a packed row, or of this rank's part of it; shape (1, num_positions /
-                cp_size, vocabulary). Without a layout: shape (num_sequences, width, vocabulary).
+                cp_size, vocabulary). Without a layout, the shape is (num_sequences, width,
+                vocabulary).
             data: Fields of all unpacked sequences, even if ranks share the row: the tokens and
                 `token_mask` of shape (num_sequences, width), and the fields of the loss. If neither
                 a layout nor lengths are given, `token_mask` has to be 0 at padding.
@@ -292,7 +293,7 @@ def normalisers(token_mask: torch.Tensor) -> tuple[int, float]:
 
 def combine_metrics(parts: Sequence[Metrics]) -> dict[str, torch.Tensor]:
     """
-    Combine metrics in float64: `…_min` by minimum, `…_max` by maximum, all other metrics by sum.
+    Combine metrics in float64, by minimum (`…_min`), by maximum (`…_max`) or by sum (all others).
     """
     whole = {}
     for name in dict.fromkeys(name for part in parts for name in part):

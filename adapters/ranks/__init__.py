@@ -1,1 +1,1 @@
-"""Ranks over torch.distributed that notice each other's failures; workers on ranks or on Ray."""
+"""Ranks over torch.distributed that detect each other's failures; workers on ranks or on Ray."""

@@ -1,8 +1,8 @@
 """
 Helper process that reports rank 0's current task, and the end of rank 0, in the ranks' store.
 
-A thread would not do: solvers hold the interpreter lock for seconds, and the heartbeat has to
-outlive rank 0 to report that rank 0 has died.
+A thread cannot do this, since solvers hold the interpreter lock for seconds, and the heartbeat has
+to outlive rank 0 to report that rank 0 has died.
 """
 
 import contextlib
@@ -24,7 +24,7 @@ BEAT_S = 1.0
 """Seconds between two heartbeats."""
 
 BEAT, DIED = "beat", "died"
-"""Store keys of the latest heartbeat (its number and rank 0's task) and of why a rank ended."""
+"""Store keys of the latest heartbeat (number, rank 0's task) and of the reason why a rank ended."""
 
 
 class Heartbeat:

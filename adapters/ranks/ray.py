@@ -1,5 +1,5 @@
 """
-Workers as Ray actors, each a rank of one torch process group.
+Runs workers as Ray actors, each of which is a rank of one torch process group.
 
 Each actor builds its worker from a function that the driver sends by reference. If one worker
 raises or dies, all workers are ended, since the others may wait for it in a collective.
@@ -28,7 +28,7 @@ END_S = 10.0
 """Seconds that workers have to end their own processes before they are killed."""
 
 START_S = 300.0
-"""Seconds that all workers have to start."""
+"""Seconds within which all workers have to start."""
 
 
 class _RankActor:
@@ -50,7 +50,7 @@ class _RankActor:
         Set *environment*, build the worker as a rank of it, and return the process id.
 
         *driver* is the node id and process id of the driver. On the driver's node this process ends
-        with the driver; on other nodes Ray ends it.
+        when the driver ends; on other nodes Ray ends it.
         """
         node, pid = driver
         if node == ray.get_runtime_context().get_node_id():
@@ -72,7 +72,7 @@ class _RankActor:
 
 class RayWorkers:
     """
-    Workers that are Ray actors, each a rank.
+    Workers that run as Ray actors, each of which is a rank.
 
     Attributes:
         process_ids: Process id of each worker on its machine, by rank.
@@ -80,7 +80,7 @@ class RayWorkers:
 
     def __init__(self, make: Callable[[], Any], *, num_workers: int, gpus_each: float = 0.0) -> None:
         """
-        Start workers on the Ray cluster at RAY_ADDRESS, or on this machine if it is not set.
+        Start workers on the Ray cluster at RAY_ADDRESS; on this machine if RAY_ADDRESS is not set.
 
         Args:
             make: Function that builds a worker; it is called in each worker's process, with the
@@ -125,8 +125,8 @@ class RayWorkers:
             options: Keyword arguments of the method, the same for all workers.
 
         Raises:
-            RunError: A worker raised or died. All workers are then ended, since the others may wait
-                for it in a collective.
+            RunError: A worker raised an error or died. All workers are then ended, since the others
+                may wait for this worker in a collective.
         """
         calls = [actor.call.remote(method, shard, options) for actor, shard in zip(self._actors, shards, strict=True)]
         return self._collect(method, calls)

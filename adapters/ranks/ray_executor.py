@@ -1,8 +1,8 @@
 """
 Measures blocks of samples on a Ray cluster; each block is one Ray task.
 
-A function from Ray's object store opens template and records once in each worker process, and is
-then reused. If a node or process is lost, Ray runs its tasks again elsewhere.
+Each worker process opens template and records once, by a function from Ray's object store, and
+reuses them for later blocks. If a node or process is lost, Ray runs its tasks again elsewhere.
 """
 
 import logging

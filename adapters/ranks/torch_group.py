@@ -49,10 +49,10 @@ CHUNK_BYTES = 1 << 25
 
 
 _BLOCK = 1 << 18
-"""Number of integers that are summed at a time; they are the bytes of a weight."""
+"""Number of integers that are summed at a time, where a weight's bytes are read as integers."""
 
 _GOLDEN = -7046029254386353131
-"""2 ** 64 / golden ratio, as int64. Its multiples are evenly spread, and are a digest's factors."""
+"""2 ** 64 / golden ratio, as int64. Multiples of this number spread evenly; digests use them."""
 
 _WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 """Integer type of torch for each size in bytes."""
@@ -99,14 +99,14 @@ class TorchGroup:
             timeout_s: Seconds that a collective may take; `build_on_rank_zero` has its own limit.
 
         Raises:
-            ConfigError: There is no GPU for this rank.
+            ConfigError: This machine has no GPU for this rank.
             RunError: Another rank refuses the run, or has ended.
         """
         cuda = torch.cuda.is_available() and not use_cpu
         device, devices = int(os.environ.get("LOCAL_RANK", "0")), torch.cuda.device_count() if cuda else 0
         refusal = None
         if cuda and device >= devices:
-            reason = f"is {device}, but this machine has {counted(devices, 'GPU')}: start as many ranks on it"
+            reason = f"is {device}, but this machine has {counted(devices, 'GPU')}: start one rank for each"
             refusal = ConfigError("the environment of this process", (Fault("LOCAL_RANK", reason),))
         self._store, rank, world_size = join_launch(timeout_s=timeout_s, refusal=refusal)
         if refusal is not None:
@@ -286,7 +286,7 @@ def wrap_rank_errors(rank: int) -> Iterator[None]:
 
 def join_launch(*, timeout_s: float = 1800.0, refusal: Exception | None = None) -> tuple[Store, int, int]:
     """
-    Wait until all ranks have connected to torchrun's store, and exchange their refusals.
+    Wait until all ranks have connected to torchrun's store, and share errors that end the run.
 
     Args:
         timeout_s: Seconds to wait for the other ranks.
@@ -355,9 +355,9 @@ class _KeyWatch:
     Attributes:
         started: Time of construction, by the monotonic clock.
         last_beat: Time of rank 0's latest heartbeat, by the monotonic clock.
-        over: Event that is set when the wait ends, with answers or without.
-        answers: Values of the keys; None until all are there.
-        lost: Reason why the wait ended without answers.
+        over: Event that is set when the wait ends, whether or not all keys have values.
+        answers: Values of the keys; None until all keys have values.
+        lost: Reason why the wait ended before all keys had values.
         task: Latest task that rank 0 has reported.
     """
 

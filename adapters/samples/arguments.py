@@ -19,7 +19,8 @@ from packplan.core.errors import ConfigError, Fault
 
 _MEDIA = ("vision", "audio")
 """
-Prefixes of config.json sections, such as `vision_config`; ms-swift has to know models with them.
+Prefixes of config.json sections, such as `vision_config`. ms-swift's registry needs an entry for
+models that have such a section.
 """
 
 _OF_MODEL = ("model", "experts_impl", "rope_scaling", "new_special_tokens")
@@ -133,16 +134,11 @@ def swift_types(model: ModelConfig, template: TemplateConfig) -> tuple[str | Non
     """
     Return ms-swift's model type and template type of a model; the model's files do not state them.
 
-    They are taken from the first of these sources that has them:
-
-    - the run's keys `model.model_type` and `template.template`
-    - the template that ms-swift saved in the folder's `args.json`
-    - the entry of ms-swift's registry for the folder's name
-    - the defaults of the architecture (`families.json`)
-    - the only entry of ms-swift's registry for the architecture
-
-    The model type is None for a text model without an entry, which ms-swift loads like
-    transformers.
+    The run's keys `model.model_type` and `template.template` take precedence. Next comes the
+    template that ms-swift saved in the folder's `args.json`, then the entry of ms-swift's registry
+    for the folder's name. Last come the defaults of the architecture (`families.json`) and the only
+    entry of ms-swift's registry for the architecture. The model type is None for a text model
+    without an entry, which ms-swift loads like transformers.
 
     Raises:
         ConfigError: ms-swift's registry has no entry for the architecture, or several.

@@ -73,7 +73,7 @@ def open_records(
 
 def copy_faults(paths: tuple[str, ...], *, cache: Path | None) -> Iterator[tuple[str, str]]:
     """
-    Yield the path of each file that differs from its copy or cached arrays, and a message.
+    Yield the path of each file that differs from its copy or cached arrays, with a message.
 
     All files, copies and cached arrays are read in full.
 
@@ -143,7 +143,7 @@ def _match_files(path: str) -> list[Path]:
         raise DataSetError(f"{mask_credentials(path)} is a URL, which is read only where train_jsonl names it")
     if (asked := _SAMPLED.fullmatch(path)) and not Path(path).exists():
         remedy = f"name the file, or draw {asked[1]} in each epoch by a mix (custom.fusion_config, count: {asked[1]})"
-        raise DataSetError(f"{path} asks ms-swift for some of a file's records: {remedy}")
+        raise DataSetError(f"{path} is ms-swift's notation for some records of a file: {remedy}")
     if Path(path).is_dir() and not is_arrow_folder(Path(path)):
         return _find_shards(Path(path))
     if Path(path).exists() or not glob.has_magic(path):
@@ -156,7 +156,7 @@ def _match_files(path: str) -> list[Path]:
 
 def _find_shards(folder: Path) -> list[Path]:
     """
-    Return the Parquet or Arrow files in a folder, sorted by name, or the folder itself without any.
+    Return the Parquet or Arrow files in a folder, by name, or the folder itself if it has none.
 
     DataSetError is raised if the files belong to several splits, or the folder has too many
     entries.
@@ -202,7 +202,7 @@ def _refuse_duplicates(files: list[Path]) -> None:
 
 
 def _file_origin(path: Path) -> tuple[str, str]:
-    """Return a file's name and its folder of relative media paths; for a download, two URLs."""
+    """Return a file's name and the folder of its media paths; both are URLs for a download."""
     return remote_origin(path) or (str(path), str(path.parent))
 
 

@@ -178,8 +178,8 @@ class FileRecords:
         """
         Split the indices from *start* to before *stop* into ranges within one file.
 
-        A range has at most `_MAX_RANGE` records. It is yielded as its file, first row, first index
-        and number of records.
+        A range has at most `_MAX_RANGE` records. Each range is yielded as its file, first row,
+        first index and number of records.
         """
         while start < stop:
             file, row = self._locate(start)

@@ -39,7 +39,7 @@ _SIZES = "packplan_sizes"
 """Key under which a row has the sizes of its videos and sounds, in bytes."""
 
 _IMAGE_PATH = "<img>"
-"""Tag before a path in a text, which ms-swift reads as an image."""
+"""Tag that ms-swift reads in a text as the start of an image's path."""
 
 
 class DatasetRowsFile(RecordFile):
@@ -156,7 +156,7 @@ class DatasetRowsEncoder(SwiftEncoder):
         """
         Measure an encoded sequence; its media need no check, since ms-swift has checked them.
 
-        Videos only add to the length. For tasks other than causal LM, a row has one supervised
+        A video adds only to the length. For tasks other than causal LM, a row has one supervised
         token.
         """
         found = measure_encoded(self.template, encoded, images=encoded[IMAGES.count_key], videos=0)

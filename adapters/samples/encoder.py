@@ -1,9 +1,9 @@
 """
 Encodes records with ms-swift's template; each error names the record's file and line.
 
-The methods are in the order of their calls: `read_sample`, then `encode_planned` in training or
-`encode_and_measure` in measuring, then the methods that these call. Methods for shapes, images and
-videos follow.
+The methods are in the order of their calls. First comes `read_sample`, then `encode_planned` for
+training or `encode_and_measure` for measuring, then the methods that these two call. Methods for
+shapes, images and videos follow.
 """
 
 import bisect
@@ -72,7 +72,7 @@ class SwiftEncoder:
         Open the data files.
 
         Args:
-            config: Run whose model, template and records are encoded.
+            config: Configuration of the run whose records are encoded.
             paths: Data files.
             template: Template in training mode.
             cache: Folder of copies of data files that cannot be read in random order.
@@ -92,13 +92,13 @@ class SwiftEncoder:
 
     @cached_property
     def takes_images(self) -> bool:
-        """Whether the model takes images."""
+        """Whether the model accepts images."""
         meta = self.template.model_meta
         return bool(meta.is_multimodal) and not (meta.tags and _SOUNDS.issuperset(meta.tags))
 
     @cached_property
     def takes_videos(self) -> bool:
-        """Whether the model takes videos, and its template reads them by qwen_vl_utils."""
+        """Whether the model accepts videos, and its template reads them with qwen_vl_utils."""
         return self.takes_images and reads_videos(self.template)
 
     @cached_property
@@ -111,7 +111,7 @@ class SwiftEncoder:
         return ImageTokens.from_template(self.template) if self.takes_images else None
 
     def require_encodable_images(self) -> None:
-        """Raise ConfigError if the model takes images but its template cannot encode them."""
+        """Raise ConfigError if the model accepts images but its template cannot encode them."""
         _ = self.image_tokens
 
     def read_sample(self, index: int) -> dict[str, Any]:
@@ -189,7 +189,7 @@ class SwiftEncoder:
         record, columns = self.records.read_checked(index), self.config.custom.columns
         if found := find_difference(self._reference, record, to_swift_media(sample), encoded, columns=columns):
             place = self.records.location(index)
-            raise DataSetError(f"{place}: {found}; train by swift sft (packplan plugin), and report this")
+            raise DataSetError(f"{place}: {found}; train with swift sft (packplan plugin), and report this")
 
     @property
     def truncation_limit(self) -> int | None:
@@ -287,8 +287,8 @@ class SwiftEncoder:
         """
         Return the text of sample *index*, split where supervision starts or ends.
 
-        Each part is a pair: whether it is supervised, and its text. RecordError is raised if the
-        record cannot become a sample.
+        Each part is a pair of a flag, true if the part is supervised, and the part's text.
+        RecordError is raised if the record cannot become a sample.
         """
         encoded = self.encode(index)
         pairs = zip(encoded["labels"], encoded["input_ids"], strict=True)
@@ -333,7 +333,7 @@ class SwiftEncoder:
             raise self.record_error(index, f"{reason} anyway: remove the key")
 
     def copy_faults(self) -> Iterator[tuple[str, str]]:
-        """Yield the path of each file that differs from its copy or cache, and a message."""
+        """Yield the path of each file that differs from its copy or cache, with a message."""
         return copy_faults(self.paths, cache=self.cache)
 
     def data_files(self) -> tuple[DataFile, ...]:

@@ -2,10 +2,10 @@
 Measures the samples of an encoder; plans are made from these measurements.
 
 The methods after `measure_many` are in the order in which they measure a batch of samples. First
-each sample is read, and its texts are split into pieces. Then the pieces of the whole batch are
-counted in one call (`shortcut.py`). The remaining samples are encoded in full. Batches are measured
-in this process, in other processes, on a cluster or, at the end of the module, in the worker of a
-torch DataLoader.
+each sample is read, and its texts are split into pieces. Then the tokens in all pieces of the batch
+are counted in one call (`shortcut.py`). The remaining samples are encoded in full. Batches are
+measured in this process, in other processes, on a cluster or, at the end of the module, in the
+worker of a torch DataLoader.
 """
 
 import logging
@@ -87,11 +87,11 @@ class SwiftMeasurer:
     A `core.ports.LengthSource` over the samples of an encoder.
 
     The shortcut measures samples from their texts and the headers of their media. Samples that the
-    shortcut does not support are encoded in full. To check the shortcut, some samples that it has
-    measured are also encoded in full: the first of each kind in each process, and one in
-    `AUDITED_ONE_IN` of all samples without videos. Samples with videos are checked less often,
-    since decoding one takes as long as counting hundreds. The first sample of each kind is also
-    compared, token by token, with ms-swift's own encode of its record.
+    shortcut does not support are encoded in full. To check the shortcut, the first sample of each
+    kind is also encoded in full in each process, and so is one in `AUDITED_ONE_IN` of all samples
+    without videos. Samples with videos are checked less often, since decoding one takes as long as
+    counting hundreds. The first sample of each kind is also compared, token by token, with
+    ms-swift's own encode of its record.
     """
 
     pool_start_s = 1.0
@@ -331,7 +331,7 @@ class SwiftMeasurer:
             if isinstance(outcome, RecordError):
                 (here,) = self.measure_batch(range(index, index + 1), in_full=in_full)
                 if not isinstance(here, RecordError):
-                    raise RunError("node", f"{block.node}: {outcome}; this machine can read the record")
+                    raise RunError("node", f"{block.node}: {outcome}; but this machine can read the record")
         return block.outcomes
 
     def _measure_in_loader(self, indices: Sequence[int], *, epoch: int) -> list[RecordOutcome]:

@@ -42,13 +42,13 @@ class MediaKind:
     """Key of the pixels in an encoded sample."""
 
     grids: tuple[str, ...]
-    """Keys of grids, which have the number of patches in each dimension, one row a medium."""
+    """Keys of grids, whose rows have a medium's number of patches in each dimension."""
 
     slices: tuple[str, ...]
     """Keys of grids that have one row for each slice of a medium."""
 
     def count(self, encoded: Encoded) -> int | None:
-        """Return the number of media in an encoded sample; None if it has no grid for each."""
+        """Return the number of media in an encoded sample; None if the sample has no grids."""
         found = next((encoded[key] for key in self.grids if encoded.get(key) is not None), None)
         return None if found is None else len(found)
 
@@ -58,7 +58,7 @@ class MediaKind:
 
         Args:
             encoded: Sample, encoded by its template.
-            config: Configuration of the model, which has the patch size for templates with tiles.
+            config: Configuration of the model; its patch size is used for templates with tiles.
         """
         for key in (*self.grids, *self.slices):
             if encoded.get(key) is not None:
@@ -163,7 +163,7 @@ class ImageTokens:
             raise ConfigError.for_key("template.template", f"{reason} ({type(error).__name__}: {error})") from error
         added = Counter(encoded["input_ids"]) - Counter(without["input_ids"])
         if not added:
-            reason = f"is {template.template_meta.template_type}, in which an image adds no token: name another one"
+            reason = f"is {template.template_meta.template_type}, in which images add no token: name another template"
             raise ConfigError.for_key("template.template", reason)
         (token, number), *_ = added.most_common(1)
         patches = IMAGES.count_patches(encoded, config=template.config)

@@ -40,7 +40,7 @@ reveals damage and missing decoders.
 """
 
 MAX_PIXELS = 2**26
-"""Largest number of pixels in a frame, 8,192 x 8,192; a larger size is most likely a damage."""
+"""Largest number of pixels in a frame, 8,192 x 8,192; larger headers are most likely damaged."""
 
 _INDEXED = ("mp4", "avi")
 

@@ -135,8 +135,8 @@ class VideoCosts:
         """
         Return the method for a template; None if the costs of videos cannot be computed.
 
-        They cannot be computed in three cases: the template reads no videos, its limits allow no
-        size for the test frames, or full encodes of black videos have other costs.
+        Costs cannot be computed if the template reads no videos, if its limits allow no size for
+        the test frames, or if full encodes of black videos have other costs.
 
         Args:
             template: Template of a vision model.
@@ -205,7 +205,7 @@ class VideoCosts:
         return torch.linspace(0, facts.num_frames - 1, number).round().long().tolist(), rate
 
     def _scaled_size(self, facts: VideoFacts, num_frames: int) -> tuple[int, int]:
-        """Return height and width of sampled frames after scaling; ValueError if not allowed."""
+        """Return height and width of sampled frames after scaling; ValueError if none is valid."""
         rules, given = vision_process, self.sampling
         factor = self.patch_size * rules.SPATIAL_MERGE_SIZE
         height, width = facts.height, facts.width

@@ -37,7 +37,7 @@ def find_difference(
         record: Record of the data file.
         sample: Messages and media that the run makes of the record. ms-swift gets the media and
             weights from it, and all of it if ms-swift cannot read the record.
-        encoded: Sample, encoded by the run.
+        encoded: Encoded sample of the run.
         columns: New name of each renamed key of the data; None for a key that is ignored.
     """
     try:

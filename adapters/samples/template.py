@@ -182,7 +182,7 @@ def _stop_clock(opened: Template, template: TemplateConfig) -> None:
     """
     Make a template write the date `template.today` in place of today's date.
 
-    This stops the clocks of ms-swift's modules, which affects all templates in this process.
+    This replaces `datetime` in ms-swift's modules, which affects all templates in this process.
 
     Raises:
         ConfigError: The day is missing or is not a date, or the template writes no date.
@@ -251,7 +251,7 @@ def _refuse_media_template(template: Template) -> None:
     reads_media = type(template).replace_tag is not Template.replace_tag
     if reads_media and not template.model_meta.is_multimodal:
         name = template.template_meta.template_type
-        reason = f"is {name}, which is for images, videos or sound, but this model reads text only: name one for text"
+        reason = f"is {name}, which is for images, videos or sound, but this model reads text only: name a text one"
         raise ConfigError.for_key("template.template", reason)
 
 
@@ -269,7 +269,7 @@ def _set_media_token_ids(template: Template, processor: Any) -> None:
     """
     Set a template's media token ids from its processor and vocabulary.
 
-    With the ids that are built into ms-swift, an image might remain a single token.
+    With the ids that are built into ms-swift, an image might be encoded as a single token.
     """
     for name in ("image_token_id", "video_token_id"):
         if hasattr(template, name) and hasattr(processor, name):

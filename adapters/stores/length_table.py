@@ -1,4 +1,4 @@
-"""Measurements of records as a Parquet table that other tools can read."""
+"""Stores measurements of records in a Parquet table that other tools can read."""
 
 import json
 from collections.abc import Iterable, Mapping, Sequence
@@ -106,7 +106,7 @@ def _to_int32(values: pa.ChunkedArray) -> NDArray[np.int32]:
 
 
 def _first_invalid_row(table: Table) -> int | None:
-    """Return the first row that cannot be valid: a number is negative, or all tokens supervised."""
+    """Return the first row with a negative number, or with all of its tokens supervised."""
     lengths, supervised = (column(table, name) for name in ("length", "supervised"))
     wrong = (table < 0).any(axis=1) | ((column(table, "bad") == 0) & (lengths <= supervised))
     return int(np.argmax(wrong)) if wrong.any() else None

@@ -1,11 +1,11 @@
 """
-Measured lengths on disk: columns of fixed width, beside the manifest `lengths.json`.
+Stores measured lengths in files of fixed-width rows, described by the manifest `lengths.json`.
 
 `lengths.bin` has a row of little-endian int32 for each record, `images.bin` a row of int64 for each
-image and each video. Rows are appended and flushed before the manifest is written, which has their
-number and digest. So all rows that a manifest counts are complete. Resuming removes rows that a
-crash has left after them. The manifest also has a digest of the measured records. If records are
-added or changed after the measured ones, the stored rows stay valid.
+image and each video. Rows are appended and flushed before the manifest, which has their number and
+digest, is written. So all rows that a manifest counts are complete. Resuming removes any rows that
+the manifest does not count. The manifest also has a digest of the measured records. If later
+records are added or changed, the stored rows stay valid.
 """
 
 import hashlib
@@ -55,7 +55,7 @@ class _RowFile:
         """
         Return the rows that a manifest's *entry* counts, and append after them from now on.
 
-        CorruptArtefactError is raised if their digest differs from the manifest's.
+        CorruptArtefactError is raised if the rows' digest differs from the manifest's.
         """
         self._num = entry["rows"]
         flat, self._hash = files.map_array(self.path, self.dtype, self._num * len(self.columns))
@@ -112,9 +112,9 @@ class DiskLengthStore:
         Store lengths in a folder.
 
         Args:
-            folder: Folder of this run's split.
-            lengths_from: Folder of another run's split, which is only read. `open_for_append`
-                copies its lengths if *folder* has none.
+            folder: Folder for one split of this run, such as the training split.
+            lengths_from: Folder of the same split of another run, which is only read.
+                `open_for_append` copies its lengths if *folder* has none.
         """
         self.folder, self._lengths_from = folder, lengths_from
         self._manifest = folder / "lengths.json"
@@ -222,7 +222,7 @@ class DiskLengthStore:
 
     def append(self, rows: StoredRows, data_digest: str, *, bad: Sequence[BadRecord] = ()) -> None:
         """
-        Append the next rows; a reader sees all of them or none.
+        Append the next rows; a reader finds all of them or none.
 
         Args:
             rows: Measurements of the next records. Its `in_full` and `repeatability` describe all

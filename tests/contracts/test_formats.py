@@ -449,7 +449,7 @@ NO_TEXT = "has a name or a folder that is not valid UTF-8: rename it"
         ("pipe.jsonl", "is a pipe or a device: name"),
         ("", r"was not written by datasets\.save_to_disk: name"),
         ("gone.jsonl", r"gone\.jsonl cannot be read"),
-        ("a.jsonl#100", r"#100 asks ms-swift for .*: name the file, or .* a mix .*, count: 100"),
+        ("a.jsonl#100", r"#100 is ms-swift's notation for .*: name the file, or .* a mix .*, count: 100"),
         (os.fsdecode(b"\xe9/*.jsonl"), NO_TEXT),
         ("\ud83d.jsonl", NO_TEXT),
     ],

@@ -151,7 +151,7 @@ MISSING = "model.layers.1.mlp.up_proj.weight"
         ("qwen2", lambda model: (model / "tokenizer_config.json").write_text("[]"),
          "{}, which ms-swift cannot open: 'list' object has no attribute"),
         ("qwen2", lambda model: (model / "tokenizer.json").unlink(),
-         "{}, whose tokenizer has no vocabulary: copy the files of its tokenizer there"),
+         "{}, whose tokenizer has no vocabulary: copy the tokenizer's files into that folder"),
         ("qwen2", lambda model: change_config(model, intermediate_size=24),
          "{}, whose config.json has other sizes than the weights beside it: take"),
         ("qwen2", lambda model: change_config(model, vocab_size=9), "{}, which ms-swift cannot load: Padding_idx"),
@@ -191,7 +191,7 @@ def test_more_ranks_than_gpus_are_named(monkeypatch):
     for name, value in {**environment, "MASTER_PORT": str(free_port())}.items():
         monkeypatch.setenv(name, value)
 
-    with pytest.raises(ConfigError, match="LOCAL_RANK is 1, but this machine has 1 GPU: start as many ranks on it"):
+    with pytest.raises(ConfigError, match="LOCAL_RANK is 1, but this machine has 1 GPU: start one rank for each"):
         TorchGroup(use_cpu=False)
 
 

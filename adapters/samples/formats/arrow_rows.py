@@ -16,7 +16,7 @@ from packplan.core.errors import DataSetError
 from packplan.core.samples.identity import digest_record, digest_unreadable
 
 MAX_UNPACKED = 2**26
-"""Bytes that opening Arrow files may allocate; more means that they are compressed (refused)."""
+"""Bytes that opening Arrow files may allocate; compressed files need more, and are refused."""
 
 MOST_HELD = 2**25
 """Number of bytes read from a mapped file after which its pages are released."""
@@ -29,7 +29,7 @@ _STATE, _SPLITS = "state.json", "dataset_dict.json"
 
 def is_arrow_folder(path: Path) -> bool:
     """
-    Return whether `datasets.save_to_disk` wrote a folder; DataSetError for one of several splits.
+    Return whether `datasets.save_to_disk` wrote a folder; DataSetError if it has several splits.
     """
     if (path / _SPLITS).is_file():
         splits = ", ".join(sorted(entry.name for entry in path.iterdir() if (entry / _STATE).is_file()))

@@ -37,7 +37,7 @@ MIN_CACHED_BYTES = 2**20
 _SCHEMA = f"packplan.kept/{VERSION}"
 
 SETTLED_NS = 2 * 10**9
-"""Nanoseconds after a change of a file; any later change is sure to alter the file's times."""
+"""Nanoseconds after which another change of a file is sure to alter the file's times."""
 
 
 class FileCache:

@@ -1,5 +1,5 @@
 """
-Copies files without random access: Parquet to Arrow, other formats to JSON Lines.
+Converts files without random access to copies, from Parquet to Arrow, all others to JSON Lines.
 
 Each line of a copy is one line of the original file, or one row of its array or table, so that
 messages can name the place in the original. A copy is named by the digest of the original, and
@@ -73,7 +73,7 @@ def make_copy(path: Path, cache: Path | None, *, kind: str, name: str) -> Path:
     Args:
         path: File to copy.
         cache: Folder of copies; None refuses to write one.
-        kind: Format of the file: `lines`, `array`, `parquet`, or a key of `DELIMITERS`.
+        kind: Format of the file, which is `lines`, `array`, `parquet`, or a key of `DELIMITERS`.
         name: Name of the file in messages.
 
     Raises:
@@ -88,7 +88,7 @@ def make_copy(path: Path, cache: Path | None, *, kind: str, name: str) -> Path:
         copy = cache / f"{_cached_digest(path, cache)[:32]}-{kind}.{'arrow' if kind == 'parquet' else 'jsonl'}"
     with files.hold_lock(copy.with_suffix(".lock"), f"for a copy of {path.name}"):
         if not (copy.is_file() and copy.with_suffix(".json").is_file()):
-            log.info("%s was copied, once, so that its records can be read in random order: %s", name, copy)
+            log.info("%s is copied once, so that its records can be read in random order: %s", name, copy)
             with files.wrap_write_errors(copy):
                 for left in cache.glob(f".{copy.name}.*"):  # left by a writer that was killed
                     left.unlink()
