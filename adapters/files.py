@@ -139,7 +139,9 @@ def wrap_save_errors(folder: Path) -> Iterator[None]:
 @contextmanager
 def wrap_load_errors(key: str, fact: str, remedy: str = "") -> Iterator[None]:
     """
-    Turn exceptions in this context into ConfigErrors, except PackplanErrors and out-of-memory ones.
+    Turn exceptions in this context into ConfigErrors.
+
+    PackplanErrors and out-of-memory errors are raised unchanged.
 
     Args:
         key: Configuration key that names what the library loads in this context.

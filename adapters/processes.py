@@ -2,10 +2,10 @@
 Starts processes that end when their parent ends, even if SIGKILL ends the parent.
 
 Each process that Packplan starts calls `end_with_parent` first: measuring processes, loader
-workers, ranks of a launcher, servers of engines, benchmarks. Rank 0's heartbeat does not, since it
-has to outlive rank 0 for a moment; it detects the end of rank 0 by a pipe. Actors of Ray on the
-driver's machine call `end_with_process` instead, to watch the driver, since Ray takes up to a
-minute to end its actors.
+workers, ranks of a launcher, servers of engines, benchmarks. Rank 0's heartbeat does not call it,
+since the heartbeat has to outlive rank 0 for a moment. The heartbeat detects the end of rank 0 by a
+pipe. Ray takes up to a minute to end its actors, so actors on the driver's machine call
+`end_with_process` to watch the driver.
 """
 
 import ctypes
@@ -76,7 +76,9 @@ def end_with_launcher() -> None:
 
 def end_with_process(pid: int) -> None:
     """
-    End this process when another process on this machine ends; without Linux, do nothing.
+    End this process when another process on this machine ends.
+
+    Only Linux lets a process wait for any other process; on other systems this does nothing.
 
     Args:
         pid: Id of the other process. If it has already ended, this process ends at once.

@@ -104,8 +104,8 @@ def refuse_whole_batch_loss(loss: object) -> None:
     Refuse a loss that cannot be computed on parts of a batch, such as a loss over pairs.
 
     Raises:
-        ArgumentError: The loss's attribute `needs_whole_batch` is true, or the loss has no such
-            attribute but the name of a preference loss.
+        ArgumentError: The loss's attribute `needs_whole_batch` is true, or the loss lacks this
+            attribute and has the name of a preference loss.
     """
     while isinstance(loss, partial):
         loss = loss.func

@@ -80,7 +80,7 @@ class RayWorkers:
 
     def __init__(self, make: Callable[[], Any], *, num_workers: int, gpus_each: float = 0.0) -> None:
         """
-        Start workers on the Ray cluster at RAY_ADDRESS; on this machine if RAY_ADDRESS is not set.
+        Start workers on the Ray cluster at RAY_ADDRESS or, if that is not set, on this machine.
 
         Args:
             make: Function that builds a worker; it is called in each worker's process, with the

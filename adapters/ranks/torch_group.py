@@ -52,7 +52,10 @@ _BLOCK = 1 << 18
 """Number of integers that are summed at a time, where a weight's bytes are read as integers."""
 
 _GOLDEN = -7046029254386353131
-"""2 ** 64 / golden ratio, as int64. Multiples of this number spread evenly; digests use them."""
+"""
+2 ** 64 / golden ratio, as int64. Digests multiply integers by multiples of this number, since these
+multiples are evenly spread.
+"""
 
 _WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 """Integer type of torch for each size in bytes."""

@@ -36,7 +36,7 @@ _READ_IN_FULL = ("videos", "audios", "objects", "mm_processor_kwargs")
 """Fields of a sequence that only a full encode reads."""
 
 _SIZES = "packplan_sizes"
-"""Key under which a row has the sizes of its videos and sounds, in bytes."""
+"""Key under which a row has the sizes in bytes of its video and sound files."""
 
 _IMAGE_PATH = "<img>"
 """Tag that ms-swift reads in a text as the start of an image's path."""
@@ -50,7 +50,7 @@ class DatasetRowsFile(RecordFile):
         Provide the rows of a data set as sequences.
 
         Args:
-            rows: A `datasets.Dataset`.
+            rows: Rows of the data set, a `datasets.Dataset`.
             name: Name of the data set in messages.
             sequences_per_row: 2 if a row is a pair of sequences, else 1.
         """
@@ -64,7 +64,8 @@ class DatasetRowsFile(RecordFile):
         """
         Return the content of the data set row that sequence *row* belongs to.
 
-        The sizes of its videos and sounds are added, so that its digest changes if one is replaced.
+        The sizes of the row's video and sound files are added to the content, so that the row's
+        digest changes if a file is replaced.
         """
         value = self.rows[row // self.sequences_per_row]
         named = chain.from_iterable(value.get(kind) or () for kind in ("videos", "audios"))
@@ -93,9 +94,9 @@ class DatasetRowsEncoder(SwiftEncoder):
 
         Args:
             config: Configuration of the `swift` command's run.
-            split: `train` or `eval`; messages name the data of this split.
+            split: Name of the split that the rows belong to, `train` or `eval`, for messages.
             template: Template in training mode, as the command opens it.
-            rows: A `datasets.Dataset`.
+            rows: Rows of the data set, a `datasets.Dataset`.
         """
         self.config, self.template, self.paths, self.cache, self._media = config, template, (), None, None
         name = " ".join(config.custom.train_jsonl if split == "train" else config.custom.val_jsonl)
@@ -135,7 +136,7 @@ class DatasetRowsEncoder(SwiftEncoder):
         return _to_sample_dict(held)
 
     def _require_same_as_swift(self, index: int, sample: dict[str, Any], encoded: dict[str, Any]) -> None:
-        """Do nothing, since the template is ms-swift's own."""
+        """Do nothing, since ms-swift's own template encodes the rows anyway."""
 
     def apply_template(self, index: int, sample: dict[str, Any]) -> dict[str, Any]:
         """Return the tokens and labels of a sequence; RecordError if the template fails."""

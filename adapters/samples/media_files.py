@@ -40,7 +40,10 @@ reveals damage and missing decoders.
 """
 
 MAX_PIXELS = 2**26
-"""Largest number of pixels in a frame, 8,192 x 8,192; larger headers are most likely damaged."""
+"""
+Largest number of pixels in a frame, 8,192 x 8,192. A header that states a larger size is most
+likely damaged.
+"""
 
 _INDEXED = ("mp4", "avi")
 
