@@ -1,5 +1,6 @@
 """Profiles of hypothesis, and fixtures of every folder: the demo's data, RL runs, processes."""
 
+import atexit
 import collections
 import functools
 import gc
@@ -8,6 +9,7 @@ import itertools
 import logging
 import os
 import pkgutil
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -27,6 +29,11 @@ os.environ.update(HF_HUB_OFFLINE="1", TRANSFORMERS_OFFLINE="1", TOKENIZERS_PARAL
 os.environ.update(RAY_AUTH_MODE="disabled", RAY_worker_niceness="0")
 # DeepSpeed asks torch for a GPU unless it is told.
 os.environ.update(DS_ACCELERATOR="cpu")
+
+# See `verdicts.py`; workers of pytest-xdist have the folder of the process that starts them.
+if "VERDICTS_OF_TESTS" not in os.environ:
+    os.environ["VERDICTS_OF_TESTS"] = tempfile.mkdtemp()
+    atexit.register(shutil.rmtree, os.environ["VERDICTS_OF_TESTS"])
 
 # The same examples on every machine; what is random is `make explore`, which says how to reproduce
 # what it finds.

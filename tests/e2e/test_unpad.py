@@ -399,6 +399,7 @@ def test_hooks_print_what_they_have_computed():
 
 def test_calls_under_another_attention_are_padded(caplog):
     """Rows are proven apart under one attention: others do not know where a row begins."""
+    log_once.cache_clear()
     model, hooks = hooked()
     batch, calls = batch_of(padded()), hooks.counts.calls
     due = build("qwen2")(**batch).logits

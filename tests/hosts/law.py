@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import packplan as pp
-from packplan.adapters.hf.unpad import separate_samples
 from packplan.hf import use_plan
 from packplan.testing import assert_step_loss
 from tests.e2e.alone import Gradients, step_alone, token_losses
@@ -291,9 +290,7 @@ def make(folder: str) -> None:
 
 
 def main(folder: str) -> None:
-    """Run all cells, each in processes and in a folder of its own, which inherit the verdicts."""
-    for model in {cell["model"] for cells in CELLS.values() for cell in cells}:
-        separate_samples(model_of(model, "packplan"), ready=False)
+    """Run all cells, each in processes and in a folder of its own."""
     for name, cells in CELLS.items():
         (out := Path(folder, name)).mkdir()
         for cell in cells:
