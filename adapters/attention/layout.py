@@ -133,10 +133,10 @@ def read_layout(
 
     A block begins at a token that does not attend to the preceding token. A block counts as causal,
     or causal within the window, if two conditions hold. First, every token attends to the farthest
-    key that such a mask allows, but not to the key beyond it, the next token, or the block's last
-    token. Second, at distances that are powers of two, the mask values of the block's first and
-    last token are those of such a mask. So the mask is evaluated at five pairs for each token, and
-    at some pairs for each block, instead of at all pairs.
+    key that such a mask allows. It does not attend to the key beyond it, the next token, or the
+    block's last token. Second, at distances that are powers of two, the mask values of the block's
+    first and last token are those of such a mask. So the mask is evaluated at five pairs for each
+    token, and at some pairs for each block, instead of at all pairs.
 
     Args:
         mask_function: Mask function of the model, whose arguments are index tensors that broadcast.

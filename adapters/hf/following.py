@@ -7,8 +7,8 @@ for each sample, and averages the evaluation loss over tokens. The trainer of a 
 schedule, uses `ComputesPacks` alone. `ServesPacks` adds data loaders of packs to trainers of other
 libraries.
 
-A mixin precedes the trainer's class among its bases, so `super()` calls the trainer's own method:
-the override of TRL or ms-swift if there is one, else the method of transformers.
+A mixin precedes the trainer's class among the base classes, so `super()` calls the trainer's own
+method. This is the override of TRL or ms-swift if there is one, else the method of transformers.
 `adapters/trainer/trainer.py` lists the methods that a step of `packplan sft` calls.
 """
 
@@ -360,7 +360,7 @@ class ServesPacks(KeepsCheckpoints, ComputesPacks, LogsPacks, FollowsSchedule):
     _checks_first_pack = False
 
     native: str = NATIVE
-    """Name of the attention of transformers by which samples are computed alone."""
+    """Name of the attention of transformers that computes single samples for comparison."""
 
     fixed_arguments: frozenset[str] = FIXED_ARGUMENTS
     """Names of training arguments that a resumed run may not change."""

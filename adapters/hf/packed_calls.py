@@ -1,9 +1,9 @@
 """
 Hooks that make a model compute a padded batch as one row without padding.
 
-Before the text stack of a model runs, the real tokens of all rows are joined into one row, in which
-each token attends only within its own sample. After the text stack has run, its results are put
-back at their places in the batch. So a trainer can collate batches, compute its loss and read
+Before the text stack of a model runs, the real tokens of all rows are joined into one row. In this
+row, each token attends only within its own sample. After the text stack has run, its results are
+put back at their places in the batch. So a trainer can collate batches, compute its loss and read
 outputs as usual.
 
 Rules: the hooks are those of torch, and no code of transformers is changed. A call passes through
@@ -42,9 +42,8 @@ log = logging.getLogger(__name__)
 
 Positions = Literal["columns", "counted", "ids"]
 """
-Numbering of a model's tokens if the caller passes no position ids: by the column in the batch, by
-the number of earlier real tokens, or by the number of earlier ids that are not padding, as in
-RoBERTa.
+Position of a token if the caller passes no position ids. It is the column in the batch, the number
+of earlier real tokens, or the number of earlier ids that are not padding (RoBERTa).
 """
 
 POSITIONS: tuple[Positions, ...] = get_args(Positions)

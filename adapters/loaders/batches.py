@@ -20,7 +20,7 @@ from packplan.core.lengths import IntArray
 from packplan.core.schedule import DAMAGED_STATE_REMEDY, EpochSchedule, ResumeState
 
 _SAVED = "the saved progress"
-"""Name of a state of `PackBatches` that error messages use."""
+"""Words for a state of `PackBatches` in error messages."""
 
 PROGRESS = "PackplanProgress"
 """
@@ -182,8 +182,8 @@ class EvalBatches:
             batch_size: Number of packs in a batch.
             rank: This rank, from 0.
             world_size: Number of ranks.
-            degrees: Number of ranks that share each pack; shape (num_packs,). A batch is then one
-                pack. None if no pack is shared.
+            degrees: Number of ranks that share each pack; shape (num_packs,). With degrees, a batch
+                is one pack. None if no pack is shared.
         """
         self._num_packs, self._size, self.shares = num_packs, batch_size, degrees is not None
         degrees = np.ones(-(-num_packs // batch_size), dtype=np.int64) if degrees is None else degrees

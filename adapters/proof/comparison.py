@@ -111,7 +111,7 @@ def packed_and_alone(
     Compute packed rows, and compare their samples with the same samples alone.
 
     Args:
-        model: Model in evaluation mode, set to pack.
+        model: Model in evaluation mode, whose attention keeps packed samples apart.
         packed: Rows, with the arguments of the call.
         samples: The rows' samples, in their order.
         alone: Outcome of `run_alone`. Without gradients in *alone*, gradients of weights are not

@@ -6,10 +6,10 @@ gradient accumulation, number of items, `training_step` and log. Only the update
 left out. If a function is passed instead of a trainer, it is called unchanged. Afterwards weights,
 gradients, buffers, random state and the trainer's attributes are restored.
 
-The reference computes the batches of the step again, without dropout, and takes the mean over the
-supervised tokens of all ranks, in float32 from the logits. So no part of the reference depends on
-the trainer's own loss. The assertions of `checks` test whether the samples of a batch are kept
-apart.
+The reference computes the batches of the step again, without dropout. Its loss is the mean over the
+supervised tokens of all ranks, computed in float32 from the logits. So no part of the reference
+depends on the trainer's own loss. The assertions of `checks` test whether the samples of a batch
+are kept apart.
 """
 
 import copy
