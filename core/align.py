@@ -68,8 +68,8 @@ class AlignedPlan(HasPacks):
 
     tokens: IntArray | None = attrs.field(default=None, eq=attrs.cmp_using(eq=np.array_equal), repr=False)
     """
-    Number of tokens of each pack of the raw plan. Shared packs are sorted by it; None leaves them
-    in plan order.
+    Number of tokens of each pack of the raw plan, by which shared packs are sorted; None leaves
+    shared packs in plan order.
     """
 
     @property
@@ -189,13 +189,13 @@ def lay_out_slots(degrees: IntArray, world_size: int, tokens: IntArray | None = 
 
     Ranks wait for the slowest pack of a microbatch, so packs that take about equally long are
     placed next to each other. Packs are sorted by descending degree, which also makes every
-    microbatch full. Shared packs of the same degree are sorted by descending length class. Groups
-    of microbatches are then moved to the place in the epoch's order of one of their packs. The
-    slots do not depend on the number of microbatches in a step.
+    microbatch full. Shared packs of the same degree are sorted by descending length class. Each
+    group of microbatches is then moved to the position that one of its packs has in the epoch's
+    order. The slots do not depend on the number of microbatches in a step.
 
     Args:
         degrees: Number of slots of each pack, in the order of the epoch: powers of two that divide
-            *world_size*. Their sum is a multiple of *world_size*.
+            *world_size*. The sum of all slots is a multiple of *world_size*.
         world_size: Number of slots in a microbatch, one for each rank.
         tokens: Tokens of each pack, in the order of the epoch. None skips the sorting by length.
 
@@ -221,7 +221,7 @@ def aligned_size(num: int, world_size: int, drop_last: bool) -> int:  # noqa: FB
     Args:
         num: Number of slots, >= 0: one for each pack and rank that computes it.
         world_size: Number of data-parallel ranks, >= 1.
-        drop_last: Round down if true, else up.
+        drop_last: Whether to round down instead of up.
 
     >>> aligned_size(3, 2, False), aligned_size(3, 2, True), aligned_size(0, 2, False)
     (4, 2, 0)
@@ -260,6 +260,6 @@ def require_a_batch(num: int, *, world_size: int, batch_size: int, drop_last: bo
     mine = aligned_size(num, world_size, drop_last) // world_size
     if not count_batches(mine, batch_size=batch_size, drop_last=drop_last):
         name, each = ("pack", "") if batch_size == 1 else ("sample", f" with a batch of {batch_size:,} each")
-        fact = f"{counted(num, name)} cannot feed {counted(world_size, 'rank')}{each}, and the remainder is dropped"
+        fact = f"{counted(num, name)} cannot fill {counted(world_size, 'rank')}{each}, and the remainder is dropped"
         details = {"num_packs": num, "world_size": world_size, "batch_size": batch_size}
         raise ArgumentError("too_short", fact, details)

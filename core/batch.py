@@ -22,8 +22,8 @@ def count_row_groups(num_ranks: int, row_ranks: int) -> int:
 
     Args:
         num_ranks: Number of all ranks.
-        row_ranks: Number of neighbouring ranks that share each row. ArgumentError unless it divides
-            *num_ranks*.
+        row_ranks: Number of neighbouring ranks that share each row; ArgumentError unless this
+            number divides *num_ranks*.
 
     >>> count_row_groups(6, 2)
     3
@@ -45,7 +45,7 @@ def pack_degrees(tokens: IntArray, packing_length: int, max_degree: int = MOST_R
         tokens: Tokens of each pack, >= 1.
         packing_length: Maximum number of tokens in a pack of several samples, >= 1.
         max_degree: Maximum number of ranks that share a pack, a power of two. Packs that need more
-            ranks get this many.
+            ranks are shared by *max_degree* ranks.
 
     >>> pack_degrees(np.array([7, 8, 9, 16, 33]), 8, max_degree=4).tolist()
     [1, 1, 2, 2, 4]

@@ -19,7 +19,9 @@ Steps of the usual search for a lower bound: a fixed number (about 0.1 s), and a
 
 
 def effort_for_bound(num_samples: int) -> float:
-    """Return the number of search steps for a lower bound that takes about as long as planning."""
+    """
+    Return the limit of steps with which a search for a lower bound takes about as long as planning.
+    """
     return _FIXED_EFFORT + _EFFORT_OF_A_SAMPLE * num_samples
 
 
@@ -31,7 +33,7 @@ class Bound:
     kind: BoundKind
 
     best: int
-    """Number of packs of the best known packing. The algorithm `auto` needs about as many."""
+    """Number of packs of the best known packing. The algorithm `auto` needs about as many packs."""
 
 
 def lower_bound(lengths: Lengths, *, capacity: int, known: int | None = None, effort: float = inf) -> int:
@@ -57,17 +59,18 @@ def find_bound(
 
     The quick bounds are computed first: Martello and Toth's L2 and dual-feasible functions. If no
     quick packing has as few packs as a quick bound, the linear program over packing patterns is
-    solved. This takes seconds for thousands of distinct lengths, and minutes for ten thousand.
+    solved. The linear program takes seconds for thousands of distinct lengths, and minutes for ten
+    thousand.
 
-    The linear program is skipped if there are more than 20,000 distinct lengths. It is also skipped
+    The linear program is skipped in two cases: if there are more than 20,000 distinct lengths, or
     if the capacity, divided by the greatest common divisor of the lengths, is above 131,072.
 
     Args:
         lengths: Tokens of each sample, each from 1 to *capacity*.
         capacity: Maximum number of tokens in a pack, >= 1.
-        known: Number of packs of a known packing. The search ends when the bound equals it. With a
-            finite *effort*, the search also ends when a quick bound is within one pack in 1,000 of
-            it.
+        known: Number of packs of a known packing. The search ends when the bound equals *known*.
+            With a finite *effort*, the search also ends when a quick bound is within one pack in
+            1,000 of *known*.
         effort: Maximum number of steps after the quick bounds (`core.patterns`); a step takes about
             a third of a microsecond. 0 skips the linear program. Each linear program stops after
             half a minute per 0.1 % of the packs that it may save.

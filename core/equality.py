@@ -27,7 +27,8 @@ Packplan's variable-length attention: it computes each sample of a pack separate
 
 NATIVE = "sdpa"
 """
-Default attention of transformers. If it is exact for a model, single samples are computed with it.
+Default attention of transformers, with which single samples are computed if it is exact for the
+model.
 """
 
 FLEX = "flex_attention"
@@ -47,12 +48,12 @@ CHECKS = MappingProxyType(
     {
         "positions": "number of position ids that differ from those of the samples alone",
         "labels": "number of targets of the loss that differ from those of the samples alone",
-        "logits": "largest difference of a logit, over the largest logit",
-        "sample loss": "difference of a sample's mean loss, "
-        "over that loss, or over a tenth of the logits where that is more",
-        "step loss": "difference of the pack's loss as training computes it, over the scale of 'sample loss'",
-        "gradients": "norm of the gradients' difference, over the sum of the norms of each sample's own",
-        "isolation": "largest gradient of a sample's logits with respect to another sample, over its own",
+        "logits": "largest difference of a logit, divided by the largest logit",
+        "sample loss": "difference of a sample's mean loss, divided "
+        "by that loss, or by a tenth of the logits if that is more",
+        "step loss": "difference of the pack's loss as training computes it, divided as for 'sample loss'",
+        "gradients": "norm of the gradients' difference, divided by the sum of the single samples' gradient norms",
+        "isolation": "largest gradient of a sample's logits with respect to another sample, divided by that to itself",
     }
 )
 """Name of a check -> meaning of its number."""
@@ -62,19 +63,20 @@ EQUALITY_LIMITS: Mapping[Precision, float] = MappingProxyType({"float32": 2e-5, 
 
 _LOSS_LIMITS: Mapping[Precision, float] = MappingProxyType({"float32": 1e-5, "float16": 5e-3, "bfloat16": 2e-2})
 """
-Largest relative difference allowed between mean losses. It does not depend on the number of layers.
+Largest relative difference allowed between mean losses. The limit does not depend on the number of
+layers.
 """
 
 _LOSS_SHARE = 0.1
 """
-Share of a loss's terms. The difference of a loss below this share is divided by the share instead
-of the loss, since rounding errors grow with the logits.
+Minimum divisor of a loss's difference, as a share of the loss's terms, since rounding errors grow
+with the logits.
 """
 
 
 PROBE_VERSION = 3
 """
-Version of the probe. Raise it if the probe can find new faults, so that stored verdicts are
+Version of the probe, to be raised if the probe can find new faults, so that stored verdicts are
 computed again.
 """
 
@@ -352,7 +354,7 @@ class PackingVerdict:
     """Strategy that passed; None if no strategy passed."""
 
     attention: str
-    """Attention of a packed run. If no trial passed, the attention of the last trial."""
+    """Attention of a packed run, or of the last trial if no trial passed."""
 
     native: str
     """Attention of transformers that computed single samples."""
@@ -372,7 +374,9 @@ class PackingVerdict:
     """Clause that gives the reason for the verdict."""
 
     not_exercised: tuple[str, ...] = ()
-    """Parts of the model that the probe does not run. They carry no state between text samples."""
+    """
+    Parts of the model that the probe does not run, and that carry no state between text samples.
+    """
 
     loaded_on: tuple[str, ...] = ()
     """
@@ -436,7 +440,7 @@ class AttentionChoice:
     leak: str | None = None
     """
     Clause that says why samples must not share packs with this attention on this machine. None if
-    they may, or if the model was not probed.
+    samples may share packs, or if the model was not probed.
     """
 
     @property

@@ -58,13 +58,11 @@ hides the fact or the remedy.
 
 
 class PackplanError(Exception):
-    """
-    Base class of all errors that Packplan raises on purpose. The length of its text is limited.
-    """
+    """Base class of all errors that Packplan raises on purpose, with a text of limited length."""
 
     kind: str = ""
     """
-    Identifier of the stated fact. Programs use it to distinguish errors of one class and to find a
+    Identifier of the stated fact, with which programs distinguish errors of one class and find a
     remedy.
     """
 

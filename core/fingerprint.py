@@ -10,7 +10,7 @@ record becomes tokens. A plan depends only on the digest of the measured lengths
 policy (`core.policy`).
 
 A stored value is accepted only if every key is known, no key without a default is missing, and
-every value has the right type. So the error about a damaged file names the wrong key.
+every value has the right type. The error about a damaged file can therefore name the key at fault.
 """
 
 from __future__ import annotations
@@ -33,8 +33,9 @@ SEAL = "sha256"
 
 STATE_FORMAT = 3
 """
-Version of the format of sealed states; the first version had no number. Raise it whenever a field
-of a state is added or removed. A new field needs a default, which is used for older states.
+Version of the format of sealed states, to be raised whenever a field of a state is added or
+removed. The first version had no number. A new field needs a default, which is used for older
+states.
 """
 
 _RENAMED = {
@@ -43,7 +44,7 @@ _RENAMED = {
     "next_shard": "next_reader",
     "shards_per_rank": "readers_per_rank",
 }
-"""Key of an older format -> its name today."""
+"""Key of an older format -> current name of the key."""
 
 _FORMAT = "format"
 
@@ -139,7 +140,7 @@ def unseal(values: object) -> dict[str, Any]:
     if json_digest(held) != values[SEAL]:
         raise ValueError("its digest differs from the saved one")
     if (number := held.pop(_FORMAT, 1)) > STATE_FORMAT:
-        message = f"a newer Packplan wrote it (format {number}; this one reads up to {STATE_FORMAT}): install that one"
+        message = f"a newer Packplan wrote it (format {number}; this one reads up to {STATE_FORMAT}): install it"
         raise ValueError(message)
     return held
 

@@ -55,7 +55,7 @@ _FORM = re.compile(r"(\d+(?:\.\d+)?) ?([KMGT]?)(iB|B|)")
 MARGIN = 0.1
 """
 Share that is added to a traced peak: for rounded block sizes, fragmentation, and the memory of CUDA
-and of collectives. It is an assumption, and was not measured on a GPU.
+and of collectives. This margin is an assumption, and was not measured on a GPU.
 """
 
 _STEP = 64
@@ -547,7 +547,7 @@ class StepTrace:
 
     buckets: int = 0
     """
-    Bytes of the buckets in which ranks sum gradients. They are allocated during the whole step.
+    Bytes of the buckets in which ranks sum gradients, which are allocated during the whole step.
     """
 
     def peak(self, *, fused_loss: bool = False) -> PeakMemory:
@@ -577,8 +577,8 @@ def peak_candidates(tokens: NDArray[Any], supervised: NDArray[Any], patches: NDA
     """
     Return the packs that may need the most memory.
 
-    These are the packs with the most tokens, with the most supervised tokens, with the most
-    patches, and with the largest sum of the three, each divided by its maximum.
+    The candidates are the packs with the most tokens, with the most supervised tokens, with the
+    most patches, and with the largest sum of the three, each divided by its maximum.
 
     Args:
         tokens: Tokens of each pack; shape (num_packs,).
@@ -601,8 +601,8 @@ class LongestFit:
 
     peak: int
     """
-    Peak memory at this length in bytes, without the margin. If no length fits, the lowest traced
-    peak.
+    Peak memory at this length in bytes, without the margin; the lowest traced peak if no length
+    fits.
     """
 
     limited: bool
@@ -618,8 +618,8 @@ def longest_fit(peak_at: Callable[[int], int], *, start: int, limit: int, most: 
     """
     Return the longest packing length whose peak memory fits.
 
-    Memory is nearly linear in tokens. So a line through the peaks of two lengths gives a third
-    length, which is then traced too. A length is returned only if its traced peak fits.
+    Memory is nearly linear in tokens. A line through the peaks of two lengths therefore gives a
+    third length, which is then traced too. A length is returned only if its traced peak fits.
 
     Args:
         peak_at: Function that returns the peak of a step in bytes, given the tokens of a full pack.

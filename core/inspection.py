@@ -84,7 +84,9 @@ class PlanSummary:
     planned_samples: int
 
     long_samples: int
-    """Number of long samples that are packs by themselves. They count as planned too."""
+    """
+    Number of long samples that are packs by themselves. Planned samples include these samples.
+    """
 
     skipped_samples: int
     """Number of long samples that are skipped, so that they are in no pack."""
@@ -185,9 +187,9 @@ class ScheduleSummary:
 
     work_per_step: float
     """
-    Mean total work of a step in the measured epoch, over all ranks. The unit is FLOPs if they are
-    known. Otherwise the work is the sum of squared sample lengths, or of squared padded lengths
-    without packing.
+    Mean total work of a step in the measured epoch, over all ranks. The unit is FLOPs if the
+    model's work is known. If it is unknown, work is the sum of squared sample lengths, or of
+    squared padded lengths without packing.
     """
 
     work_imbalance: float
@@ -309,8 +311,8 @@ def describe_training(
     Return a table of the samples that a schedule trains and of those left out: row name -> text.
 
     Args:
-        plan: Plan of samples with these lengths. If each epoch has its own plan, the plan of one
-            epoch.
+        plan: Plan of samples with these lengths, or the plan of one epoch if each epoch has its
+            own.
         lengths: Tokens of each record, 0 for a record that is not a sample.
         schedule: Schedule of the plan.
         packed: Whether samples share packs. If false, each sample is a pack.
@@ -630,7 +632,7 @@ def scheduled_steps(schedule: EpochSchedule, pack: int, *, epoch: int = 0) -> tu
     """
     Return the steps and ranks that train a pack of the raw plan in an epoch.
 
-    The result is empty if the pack is not trained. It has several entries if the pack is shared or
+    The result is empty if the pack is not trained, and has several entries if the pack is shared or
     repeated.
 
     Args:
@@ -670,8 +672,8 @@ def packs_by_algorithm(plan: RawPlan, lengths: Lengths, *, others: bool = True) 
     Count the packs that a plan's samples need: in the plan, with other algorithms, and with
     padding.
 
-    The first entry is the lower bound. For padded batches, the number of positions is divided by
-    the packing length. Dropped samples are included.
+    The first entry of the result is the lower bound. For padded batches, the number of positions is
+    divided by the packing length. Dropped samples are included.
 
     Args:
         plan: Plan of samples with these lengths.

@@ -7,11 +7,11 @@ Index 0 is the longest length. Samples of one length are packed in their input o
 writes a `PackingTrace` over indices of lengths. Only `PackingTrace.packs` processes single samples,
 in passes over cache-sized blocks.
 
-Best fit and first fit place the longest samples first. Both keep filling a bin until the length no
-longer fits: in first fit, the bin remains the first that fits; in best fit, it becomes the fullest.
-So neighbouring bins with equal room are filled in one step. The packs are exactly those of the
-usual algorithms, which place one item at a time (Johnson, "Near-optimal bin packing algorithms",
-1973).
+Best fit and first fit place the longest samples first. A bin that gets a sample keeps getting
+samples of the same length until they no longer fit: in first fit, it remains the first bin that
+fits; in best fit, it becomes the fullest bin. Neighbouring bins with equal room are therefore
+filled in one step. The packs are exactly those of the usual algorithms, which place one item at a
+time (Johnson, "Near-optimal bin packing algorithms", 1973).
 """
 
 from __future__ import annotations
@@ -111,8 +111,8 @@ def _reorder_bins(lengths: IntArray, tally: LengthCounts, bins: NDArray[np.int32
     """
     Reorder *bins*, sorted by descending sample length, to the order of *lengths*.
 
-    This is a radix sort of short keys, block by block. A block fits into the cache, and equal keys
-    of a block read neighbouring elements of *bins*.
+    The function does a radix sort of short keys, block by block. A block fits into the cache, and
+    equal keys of a block read neighbouring elements of *bins*.
     """
     sizes, counts = np.array(tally.sizes), np.array(tally.counts)
     num = sizes.size

@@ -61,7 +61,7 @@ class Mix:
     samples_per_epoch: int | None = None
     """
     Samples of all sources in an epoch. If unset, an epoch ends when the first source runs out. If
-    no source can run out, it has all samples within the caps.
+    no source can run out, an epoch has all samples within the caps.
     """
 
     tokens_per_epoch: int | None = None
@@ -120,7 +120,8 @@ def quotas(mix: Mix, available: Sequence[int]) -> list[Fraction]:
     Return the number of samples to draw from each source, or of tokens if the mix is by tokens.
 
     Numbers of samples are rounded to whole numbers, the largest remainders up first, then the first
-    sources. Each is within one sample of the exact share. Numbers of tokens are exact fractions.
+    sources. Each number is within one sample of the exact share. Numbers of tokens are exact
+    fractions.
 
     Args:
         mix: A mix whose values have no faults.
@@ -304,9 +305,8 @@ def select_lowest_keys(keys: NDArray[np.uint64], weights: IntArray, quota: Fract
 
     The positions ascend. At least one position is selected, unless the quota is 0.
 
-    Among equal keys, lower positions come first. The time is linear for random keys, because only
-    one bucket of keys is sorted: those with the same highest 16 bits as the key at which the sum
-    reaches the quota.
+    Among equal keys, lower positions come first. The time is linear for random keys. Only the keys
+    are sorted that have the same highest 16 bits as the key at which the sum reaches the quota.
 
     Args:
         keys: Random key of each sample; shape (num_samples,).
@@ -336,7 +336,8 @@ def index_of_nearest_sum(ends: IntArray, quota: Fraction, *, cap: int | None) ->
     For a quota above 0, a sum of 0 is never chosen.
 
     Args:
-        ends: Sums, strictly ascending. The first is at most *quota*, the last at least *quota*.
+        ends: Sums, strictly ascending. The first sum is at most *quota*, the last sum at least
+            *quota*.
         quota: Wanted sum.
         cap: Maximum sum, at least *quota* and the first sum above 0. None sets no limit.
 
@@ -515,7 +516,7 @@ def _share_faults(mix: Mix, available: Sequence[int], least: Sequence[int] | Non
     Yield a fault for each source whose share is less than one sample, or more than the source has.
 
     The mix must have no other faults. *available* has the number of samples or tokens of each
-    source, and *least* that of its shortest sample.
+    source, and *least* the number for the source's shortest sample.
     """
     unit, least = mix.by.removesuffix("s"), least or [1] * len(available)
     found = zip(mix.sources, available, quotas(mix, available), least, strict=True)

@@ -48,8 +48,8 @@ _BOUND_KINDS: tuple[BoundKind, ...] = get_args(BoundKind)
 @attrs.frozen
 class RawPlan(HasPacks):
     """
-    All packs of a plan, in the order of their first samples. They do not depend on the number of
-    ranks.
+    All packs of a plan, in the order of their first samples. The packs do not depend on the number
+    of ranks.
     """
 
     packs: Packs
@@ -155,14 +155,13 @@ def build_raw_plan(
         lengths: Tokens of each sample, >= 1.
         policy: Settings that decide the plan. None uses only *fields*, which then need
             `packing_length`.
-        epoch: Number of the planned epoch, from 0. It has no effect unless the policy is
-            `replanned`.
+        epoch: Number of the planned epoch, from 0; without effect unless the policy is `replanned`.
         works: Work of each sample in any unit, >= 0, for algorithms that pack by work (`balanced`).
             None derives the work from the lengths.
         images: Number of images of each sample; needed if the policy has `max_images`.
-        quick_bound: Compute a lower bound without a search, for plans that are only compared.
-            Otherwise a bound is searched: with effort in proportion to the plan, or without limit
-            with `certified`. The packs are the same in both cases.
+        quick_bound: Compute a lower bound without a search, for plans that are only compared. If
+            false, a bound is searched with effort in proportion to the plan, or without limit for
+            `certified`. The packs are the same in both cases.
         report: Called with a progress message.
         fields: Fields of `PlanPolicy` that replace the same fields of *policy*, such as
             `packing_length`, `algorithm` or `min_fill_ratio`.
@@ -229,8 +228,8 @@ def build_raw_plan(
 def _sizes_with_images(lengths: IntArray, images: Lengths | None, policy: PlanPolicy) -> tuple[IntArray, int]:
     """
     Return the size of each sample and the capacity of a pack, in a common unit. The size of a
-    sample is its share of the tokens or of the images, whichever is larger. So packs within the
-    capacity satisfy both limits.
+    sample is its share of the tokens or of the images, whichever is larger. Packs within this
+    capacity therefore satisfy both limits.
     """
     if policy.max_images is None:
         return lengths, policy.packing_length

@@ -60,7 +60,8 @@ class PlanPolicy:
     All settings that decide a raw plan or refuse it.
 
     A new planning setting needs a field of this class, an entry in `fingerprint`, and a line in
-    `core.config.identity.plan_policy`. Its YAML key declares `plan` (`core.config.keys`).
+    `core.config.identity.plan_policy`. The YAML key of the setting declares `plan`
+    (`core.config.keys`).
 
     Raises:
         ArgumentError: A field has an invalid value. The message names it.
@@ -137,7 +138,7 @@ class PlanPolicy:
         if self.max_images is not None:
             as_whole_number("max_images", self.max_images)
         if find_algorithm(self.algorithm).keeps_order and self.replanned:
-            message = f"replanned is True, but {self.algorithm} keeps the order of the data, so all epochs pack alike"
+            message = f"replanned is True, but {self.algorithm} keeps the order of the data, so epochs cannot differ"
             raise ArgumentError("argument", message)
 
     @property

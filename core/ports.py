@@ -29,7 +29,7 @@ from packplan.core.samples.tables import (
 Arrays = Mapping[str, NDArray[Any]]
 
 ReportProgress = Callable[[str], None]
-"""Function that receives a progress message. It is cheap enough to be called for every sample."""
+"""Function that receives a progress message, and is cheap enough to be called for every sample."""
 
 
 class LengthSource(Protocol):
@@ -113,7 +113,7 @@ class BlockExecutor(Protocol):
 
     @property
     def num_workers(self) -> int:
-        """Number of processes, at least 1. It may grow if the processes run in a cluster."""
+        """Number of processes, at least 1, which may grow if the processes run in a cluster."""
 
     def submit(self, block: range, /) -> Callable[[], MeasuredBlock]:
         """
@@ -264,8 +264,8 @@ class RankGroup(Protocol):
             timeout_s: Maximum wait of the other ranks in seconds; 0 sets no limit.
 
         Raises:
-            RunError: Rank 0 failed, died or was too slow. All other ranks raise it, with the
-                reason.
+            RunError: Rank 0 failed, died or was too slow. All other ranks raise this error, with
+                the reason.
         """
 
     def gather(self, value: str, /) -> tuple[str, ...]:

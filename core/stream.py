@@ -79,7 +79,7 @@ class StreamCounts:
     """Number of samples that were buffered, packed or skipped so far, long samples included."""
 
     packs: int = 0
-    """Number of packs that were handed to training."""
+    """Number of trained packs."""
 
     long: int = 0
     """Number of samples of the packing length or more that were packs by themselves."""
@@ -114,7 +114,8 @@ class StreamCounts:
     @classmethod
     def from_pack(cls, lengths: Sequence[int], options: StreamOptions) -> StreamCounts:
         """
-        Return the counts that training one pack adds. Its samples and tokens are counted earlier.
+        Return the counts that training one pack adds, except its samples and tokens, which are
+        counted earlier.
         """
         tokens = sum(lengths)
         return cls(
@@ -234,8 +235,8 @@ def _pack_buffer(state: ReaderState, options: StreamOptions, *, at_end: bool) ->
     """
     Pack the buffer; return the new state.
 
-    The newest underfilled pack stays in the buffer. So do older underfilled packs, as long as all
-    packs in the buffer have at most half a buffer of samples. All other packs are trained;
+    The newest underfilled pack stays in the buffer. Older underfilled packs stay too, as long as
+    all packs in the buffer have at most half a buffer of samples. All other packs are trained;
     underfilled packs among them are evicted.
 
     At the end of a reader no pack stays in the buffer, and underfilled packs are dropped if

@@ -60,7 +60,9 @@ class Plan(HasPacks):
 
     @cached_property
     def checksum(self) -> str:
-        """SHA-256 of the packs. With equal lengths and options, it is the same on every machine."""
+        """
+        SHA-256 of the packs, which is the same on every machine with equal lengths and options.
+        """
         return plan_checksum(self.raw.packs)
 
     @cached_property
@@ -130,7 +132,7 @@ class Plan(HasPacks):
 
     def report(self, path: Any) -> None:
         """
-        Write an HTML page with figures and plots of the plan. This needs the extra `report`.
+        Write an HTML page with figures and plots of the plan; needs the extra `report`.
 
         Args:
             path: File to write, as a string or a path. An existing file is replaced.
@@ -227,7 +229,7 @@ class Figure:
     """Field of `PlanSummary` or of another summary, and name of the figure in a JSON document."""
 
     name: str
-    """Name in the table. Leading spaces indent it below the figure that it is a part of."""
+    """Name in the table, indented by spaces below the figure that it is a part of."""
 
     value: str
 

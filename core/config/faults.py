@@ -48,7 +48,7 @@ parts.
 
 
 def run_faults(config: RunConfig) -> Iterator[Fault]:
-    """Yield each fault of a configuration that the types of its fields do not exclude."""
+    """Yield each fault of a configuration whose values all have the right types."""
     yield from key_faults(config)
     yield from missing_data_faults(config.custom)
     yield from evaluation_faults(config, "training", config.training.trainer)

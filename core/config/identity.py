@@ -44,7 +44,7 @@ PER_RANK: Mapping[str, str] = {
     "training.log_level": "what is shown",
     "training.log_level_replica": "what is shown",
     "training.log_on_each_node": "what is shown",
-    "training.report_to": "services that rank 0 reports to, whose packages others may lack",
+    "training.report_to": "only rank 0 reports to services, and other ranks may lack their packages",
 }
 """Key that may differ between ranks -> reason why a difference does not change training."""
 

@@ -37,7 +37,7 @@ class Key:
     """
 
     check: Check = _accept_any
-    """Check that runs on a value that is not None. Of a mapping, it checks each value."""
+    """Check that runs on a value that is not None. For a mapping, the check runs on each value."""
 
     lengths: Literal["value", "value if set", "otherwise"] | None = None
     """

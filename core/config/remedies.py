@@ -2,8 +2,8 @@
 Remedy for each kind of error: an action, and the YAML key that does it.
 
 Arguments of library functions have the same names as the YAML keys, some without the prefix
-`packing_`. In messages about a command of ms-swift, `name_arguments` puts its arguments in their
-place. The page docs/troubleshooting.md has further remedies.
+`packing_`. In messages about a command of ms-swift, `name_arguments` replaces YAML keys by
+arguments of the command. The page docs/troubleshooting.md has further remedies.
 """
 
 import re
@@ -63,7 +63,10 @@ _PHRASES: Mapping[str, str] = MappingProxyType(
         " RUN.yaml": "",
     }
 )
-"""Part of a message -> the same for a command of ms-swift, where the key alone does not say it."""
+"""
+Part of a message -> its replacement in messages about a command of ms-swift. Used if replacing the
+key alone is not enough.
+"""
 
 _RENAMED: Mapping[str, str] = MappingProxyType(
     {
@@ -74,18 +77,21 @@ _RENAMED: Mapping[str, str] = MappingProxyType(
         "training.max_sequence_parallel_size": "--max-sequence-parallel-size",
     }
 )
-"""Key -> argument of a command of another name; that of `packplan plugin swift` has dashes."""
+"""
+Key -> command argument that has another name than the key. The argument of `packplan plugin swift`
+has dashes.
+"""
 
 _KEY = re.compile(
     r"(?<![\w./])(?:custom\.(?:train|val)_jsonl|(?:model|swift|template|training)\."
     r"(?!(?:parts|prompt|safetensors)\b|packing_(?!length\b))(\w+))(?!\.?\w)(: (?=true\b|false\b|\d))?"
 )
-"""Key of a YAML, or of the same name in a fingerprint, and the colon before its value."""
+"""Pattern for a YAML key, or the same name in a fingerprint, and the colon before its value."""
 
 
 def name_arguments(text: str) -> str:
     """
-    Return a message about a command of ms-swift, with its arguments in place of keys of a YAML.
+    Replace the YAML keys in a message about a command of ms-swift by arguments of the command.
 
     >>> name_arguments("training.dataloader_drop_last: false repeats packs (template.max_length)")
     '--dataloader_drop_last false repeats packs (--packing_length)'

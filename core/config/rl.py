@@ -103,8 +103,8 @@ class RlConfig(RunConfig):
 
 def rl_faults(config: RlConfig) -> Iterator[Fault]:
     """
-    Yield each fault of a reinforcement learning configuration that the types of its fields do not
-    exclude.
+    Yield each fault of a reinforcement learning configuration whose values all have the right
+    types.
     """
     yield from key_faults(config)
     yield from missing_data_faults(config.custom)

@@ -39,7 +39,7 @@ PathText: TypeAlias = Annotated[str, "path"]
 """Path of a file or folder. `~` and `${NAME}` are expanded when the YAML is read."""
 
 COMMAND = "the command"
-"""Name of a command of ms-swift in messages."""
+"""What messages call a command of ms-swift."""
 
 LOADS = "decides how the model is loaded, not what samples are"
 _LIMITS = "decides which records are refused, not how long the others are"
@@ -213,7 +213,7 @@ class TemplateConfig:
     add_non_thinking_prefix: bool | None = key(None, lengths="value if set")
     """
     `false` adds no empty thoughts to answers without thoughts. Only templates of hybrid thinking
-    models add any.
+    models add empty thoughts.
     """
 
     preserve_thinking: bool | None = key(None, lengths="value if set")
@@ -224,8 +224,8 @@ class TemplateConfig:
 
     disable_ignore_empty_think: bool | None = key(None, lengths="value if set")
     """
-    `true` trains empty thoughts too. By default, templates of hybrid thinking models leave them out
-    of the loss.
+    `true` trains empty thoughts too. By default, templates of hybrid thinking models exclude empty
+    thoughts from the loss.
     """
 
     use_chat_template: bool | None = key(None, lengths="value if set")
@@ -267,8 +267,8 @@ class CustomConfig:
 
     fusion_schedule: Literal["planned"] | None = key(None, neither=_SELECTS, stream="refused")
     """
-    `planned` draws and plans all epochs of `fusion_config` before training. Static packing of a mix
-    needs it.
+    `planned` draws and plans all epochs of `fusion_config` before training, which static packing
+    needs.
     """
 
     trainer_variant: Literal["sft", "rollout"] = key("sft", plan=True)
@@ -296,9 +296,7 @@ class CustomConfig:
     """Maximum pixels of an image file. Larger images are refused before decoding."""
 
     literal_image_tags: bool = key(False, neither=_LIMITS)
-    """
-    Keep `<image>` as text in records that have no images. By default, such records are refused.
-    """
+    """Keep `<image>` as text in records without images, which are refused by default."""
 
     columns: dict[str, str | None] = key(attrs.Factory(dict), lengths="value", check=one_of(sorted(RECORD_KEYS)))
     """
@@ -376,8 +374,8 @@ class TrainingConfig:
     packing_balance: Literal["auto", "step", "microbatch", "none"] = key("auto", neither=TRAINS, stream="refused")
     """
     How a step's packs are assigned to ranks. `step`: equal work over the step. `microbatch`: equal
-    work in each microbatch, for ranks that wait for each other after each (FSDP, DeepSpeed from
-    stage 2 on). `auto`: `microbatch` for such ranks, else `step`. `none`: the order of the epoch.
+    work in each microbatch, after which ranks wait for each other (FSDP, DeepSpeed from stage 2
+    on). `auto`: `microbatch` if ranks wait so often, else `step`. `none`: the order of the epoch.
     """
 
     packing_min_fill_ratio: Decimal = key(Decimal("0.65"), plan=True, check=from_0_to_1)
@@ -391,7 +389,8 @@ class TrainingConfig:
 
     packing_max_dropped_share: Decimal = key(Decimal("0.01"), neither=_ACCEPTS, check=from_0_to_1)
     """
-    Largest share of all tokens in dropped packs. More is an error, unless only one pack is dropped.
+    Largest share of all tokens in dropped packs. A larger share is an error, unless only one pack
+    is dropped.
     """
 
     packing_max_images: int | None = key(None, plan=True, check=at_least(1), stream="refused")
@@ -416,7 +415,7 @@ class TrainingConfig:
         None, neither="names lengths that have the same fingerprint", stream="evaluation"
     )
     """
-    `output_dir` of another run with the same inputs. Its lengths are used if this run has none yet.
+    `output_dir` of another run with the same inputs, whose lengths are used if this run has none.
     """
 
     packing_length_cache_persist_every: int | None = key(
@@ -443,8 +442,8 @@ class TrainingConfig:
 
     per_device_train_batch_size: int = key(1, neither=TRAINS, check=at_least(1))
     """
-    Samples in a padded batch on each rank. Packing sets it to 1 and accumulates more batches, so a
-    step has as many packs as it would have samples.
+    Samples in a padded batch on each rank. Packing sets this key to 1 and accumulates more batches,
+    so a step has as many packs as it would have samples.
     """
 
     gradient_accumulation_steps: int | None = key(None, neither=TRAINS, check=at_least(1))
@@ -453,7 +452,7 @@ class TrainingConfig:
     """
 
     per_device_eval_batch_size: int = key(1, neither=TRAINS, check=at_least(1))
-    """Samples in a padded batch of the evaluation. Packed evaluation sets it to 1."""
+    """Samples in a padded batch of the evaluation; 1 if packed."""
 
     sequence_parallel_size: int | Literal["auto"] = key(
         1, neither=TRAINS, check=must(lambda size: size == "auto" or size >= 1, "at least 1, or auto"), stream="refused"
@@ -470,8 +469,8 @@ class TrainingConfig:
         stream="refused",
     )
     """
-    Maximum ranks that share a pack if `sequence_parallel_size` is `auto`. If unset, the largest
-    power of two that divides all ranks.
+    Maximum number of ranks that share a pack if `sequence_parallel_size` is `auto`. If unset, the
+    largest power of two that divides all ranks.
     """
 
     dataloader_drop_last: bool = key(False, neither=TRAINS, stream="refused")
@@ -481,7 +480,7 @@ class TrainingConfig:
     """
 
     num_train_epochs: float = key(3.0, neither=TRAINS)
-    """Number of epochs. It may be fractional, except in streams."""
+    """Number of epochs, which may be fractional except in streams."""
 
     max_steps: int = key(
         -1, neither=TRAINS, check=must(lambda steps: steps == -1 or steps >= 1, "at least 1, or -1 for no limit")
@@ -599,7 +598,10 @@ class RunConfig:
         return self.command.world_size if self.command else asked
 
     def name_settings(self, text: str) -> str:
-        """Return a message with keys of the YAML, or with arguments of the command instead."""
+        """
+        Return a message with YAML keys or, if a command of ms-swift trains the run, with the
+        command's arguments.
+        """
         return name_arguments(text) if self.command else text
 
     def plan_world_size(self, num_ranks: int) -> int:

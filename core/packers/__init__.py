@@ -3,8 +3,9 @@ Packing algorithms, by name.
 
 To add an algorithm, write a function with its name in a module of this package, and an entry of
 `ALGORITHMS` that names the module. The function takes lengths, each from 1 to `capacity`,
-`capacity` by keyword, and the arguments that the entry lists in `takes`. It returns `Packs` in the
-same order as `pack` does. `tests.laws.test_packers` tests all entries by the same laws.
+`capacity` by keyword, and the arguments that the entry lists in `takes`. The function returns
+`Packs` in the same order as `pack` does. `tests.laws.test_packers` tests all entries by the same
+laws.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -35,7 +36,8 @@ class Algorithm:
 
     version: str
     """
-    Version of the packs, part of a plan's fingerprint. Raise it if the packs change for any input.
+    Version of the packs, part of a plan's fingerprint, to be raised if the packs change for any
+    input.
     """
 
     counts_lengths: bool = False
@@ -136,8 +138,8 @@ def pack(
         seed: Seed of random algorithms, from 0 to 2**64 - 1.
         min_bin_count: Minimum number of packs. If there are fewer, the fullest packs are split.
         bin_count_multiple: Packs are split until their number is a multiple of this.
-        works: Work of each sample, >= 0 in any unit, for `balanced`. None estimates it from the
-            length and the squared length, in the proportion of a typical model.
+        works: Work of each sample, >= 0 in any unit, for `balanced`. None estimates the work from
+            the length and the squared length, in the proportion of a typical model.
         report: Called with a progress message, by `certified` and `balanced`.
 
     Raises:
@@ -209,9 +211,7 @@ def split_to_bin_count(packs: Packs, lengths: IntArray, *, minimum: int, multipl
 
 
 def _split_in_halves(members: list[int], lengths: IntArray) -> tuple[list[int], list[int]]:
-    """
-    Split a pack into two packs of about equal load. Neither is empty, and indices ascend in both.
-    """
+    """Split a pack into two non-empty packs of about equal load, with ascending indices."""
     halves: tuple[list[int], list[int]] = ([], [])
     loads = [0, 0]
     for index in sorted(members, key=lambda i: (-int(lengths[i]), i)):

@@ -1,9 +1,9 @@
 """
 Packer `balanced`: packs of about equal work, at most 0.5 % more than `auto` makes.
 
-The packs are divided into groups of some thousand packs, each of which is levelled separately. So
-time and memory grow linearly with the number of samples. Samples are sorted by length and work and
-assigned to the groups in turn, so that all groups have similar samples.
+The packs are divided into groups of some thousand packs, each of which is levelled separately. Time
+and memory therefore grow linearly with the number of samples. Samples are sorted by length and work
+and assigned to the groups in turn, so that all groups have similar samples.
 
 1. Start: in each group, the samples, longest first, go to the pack with the fewest tokens so far. A
    pack may exceed the capacity.
@@ -13,8 +13,8 @@ assigned to the groups in turn, so that all groups have similar samples.
 In step 1, a sample with much work reserves tokens that stay empty in its pack, because a full pack
 with this sample would exceed the mean work. At most the tokens that the packs leave unused anyway
 are reserved. If step 2 fails, or if best fit needs more packs than the limit, the packs of `auto`
-are levelled instead. They are made with a slightly smaller capacity if their number then stays
-within the limit.
+are levelled instead. The packs of `auto` are made with a slightly smaller capacity if their number
+then stays within the limit.
 """
 
 from bisect import bisect_left
@@ -55,8 +55,8 @@ percentage with which all packs fit is used.
 
 _SHARE = 996
 """
-Reduced capacity for the packs of `auto`, in thousandths of the capacity. It is used if the number
-of packs stays within the limit.
+Reduced capacity for the packs of `auto`, in thousandths of the capacity. The reduced capacity is
+used if the number of packs stays within the limit.
 """
 
 
@@ -74,12 +74,12 @@ def balanced(
     Args:
         lengths: Tokens of each sample, each from 1 to *capacity*.
         capacity: Maximum number of tokens in a pack.
-        works: Work of each sample, >= 0 in any unit; same shape as *lengths*. None estimates it
-            from the length and the squared length, in the proportion of a typical model.
+        works: Work of each sample, >= 0 in any unit; same shape as *lengths*. None estimates the
+            work from the length and the squared length, in the proportion of a typical model.
         report: Called with a progress message.
-        keys: Random numbers that change where the search starts; shape (num_samples,). They change
-            the packs, but neither the number of packs nor how equal their work is. None starts with
-            the longest samples.
+        keys: Random numbers that change where the search starts; shape (num_samples,). The keys
+            change the packs, but neither the number of packs nor how equal their work is. None
+            starts with the longest samples.
     """
     units = to_units(WorkModel.estimated({}).trained().sample_flops(lengths) if works is None else works)
     packs, fewest = _pack_with(lengths, capacity), find_bound(lengths, capacity=capacity, effort=0).packs

@@ -1,10 +1,10 @@
 """
-Packers that place the longest samples first. They run over counts of equal lengths.
+Packers that place the longest samples first, over counts of equal lengths.
 
 Constant volume makes exactly the same packs as `binpacking.to_constant_volume` 2.x (with
 `weight_pos`), but without the quadratic search: the emptiest bin fits if any bin fits. The
-literature calls it worst-fit decreasing. Worst fit, best fit and first fit are described in
-Johnson, "Near-optimal bin packing algorithms" (1973).
+literature calls constant volume "worst-fit decreasing". Worst fit, best fit and first fit are
+described in Johnson, "Near-optimal bin packing algorithms" (1973).
 
 Modified first fit is described in Johnson and Garey, "A 71/60 theorem for bin packing" (1985).
 Samples are large (over half of the capacity), medium (over a third), small (over a sixth) or tiny.

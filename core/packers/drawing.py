@@ -3,13 +3,13 @@ Redraw: other packs of the same samples, of equal quality, drawn from a seed.
 
 All samples are concatenated in a random order, which is cut after every *capacity* tokens. The
 whole samples between two cuts form a group, which is packed as one item. A sample across a cut is a
-separate item, called loose, and fills up the pack of a group. So nearly all samples share a pack
-with random other samples.
+separate item, called loose, and fills up the pack of a group. Nearly all samples therefore share a
+pack with random other samples.
 
-A draw may need at most 0.5 % more packs than the algorithm without a draw. If it needs more, groups
-at the front of the order are split into loose samples, and all items are packed again. If the draw
-still needs too many packs with all samples loose, the algorithm's packs are used, in which samples
-of equal length swap places.
+A draw may need at most 0.5 % more packs than the algorithm without a draw. If a draw needs more
+packs, groups at the front of the order are split into loose samples, and all items are packed
+again. If the draw still needs too many packs with all samples loose, the algorithm's packs are
+used, in which samples of equal length swap places.
 
 `balanced` needs no groups, because its search starts from a random order. The groups of `certified`
 are packed by best fit. If best fit needs too many packs, samples of equal length swap places in the

@@ -8,7 +8,7 @@ when the parts are swapped. The most useful exchanges of a round are made togeth
 each pack.
 
 Random numbers come from one stream, all arithmetic uses integers, and the search is limited by
-rounds instead of time. So the packs are the same on every machine.
+rounds instead of time. The packs are therefore the same on every machine.
 """
 
 import attrs
@@ -29,8 +29,8 @@ _CYCLES = (20, 60)
 
 _DRAWS = 150
 """
-Number of draws for packs of one sample. For packs of n samples, it is divided by n and limited to
-`_CYCLES`.
+Number of draws for packs of one sample. For packs of n samples, this number is divided by n and
+limited to `_CYCLES`.
 """
 
 _ROUNDS_OF_A_CYCLE = (4, 16)

@@ -23,7 +23,8 @@ Maximum number of parts into which a dual-feasible function divides the capacity
 
 MAX_UNITS = 256
 """
-Number of rounding units that are tried first. Then the units next to the best of them are tried.
+Number of rounding units that are tried first. Afterwards, the units next to the best of these units
+are tried.
 """
 
 
@@ -33,7 +34,7 @@ _EFFORTS = 3
 _STEPS_OF_A_GAP = 250_000_000
 """
 Maximum steps of linear programs per 0.1 % of the packs that they may save, about half a minute. A
-gap below 0.1 % gets as many steps.
+gap below 0.1 % gets as many steps as a gap of 0.1 %.
 """
 
 
@@ -51,8 +52,8 @@ def find_quick_bound(tally: LengthCounts, *, capacity: int, known: int | None = 
     Args:
         tally: Lengths from 1 to *capacity*.
         capacity: Maximum number of tokens in a pack.
-        known: Number of packs of a known packing. If the bound is within 0.1 % of it, functions
-            that round to multiples of a length are skipped.
+        known: Number of packs of a known packing. If the bound is within 0.1 % of *known*,
+            functions that round to multiples of a length are skipped.
 
     >>> find_quick_bound(LengthCounts([8, 7, 5], [1, 1, 1]), capacity=11)  # by L2 alone
     3

@@ -147,8 +147,8 @@ class _BinFiller:
 def _group_sizes(sizes: list[int], counts: list[int], num_groups: int) -> tuple[list[int], IntArray]:
     """
     Return the longest length and the number of samples of each group of neighbouring sizes. Groups
-    are as fine as *num_groups* allows: counting all samples as their group's longest adds few
-    tokens.
+    are as fine as *num_groups* allows, so that counting all samples as their group's longest adds
+    few tokens.
     """
     samples: list[int] = [0, *accumulate(counts)]
     tokens: list[int] = [0, *accumulate(size * count for size, count in zip(sizes, counts, strict=True))]
@@ -177,7 +177,7 @@ def _group_sizes(sizes: list[int], counts: list[int], num_groups: int) -> tuple[
 def _solve_program(longest: list[int], counts: IntArray, capacity: int, effort: Effort) -> list[tuple[Pattern, float]]:
     """
     Return patterns of groups, each with a number of bins. The bins have a place for every sample.
-    Half of the effort may be spent to find few bins.
+    At most half of the remaining steps are spent on reducing the number of bins.
     """
     effort.spend(_STEPS_OF_A_PROGRAM)
     program = _Program(np.array(longest), counts, capacity)

@@ -25,7 +25,7 @@ from packplan.core.lengths import IntArray
 from packplan.core.patterns import Effort, Filling, Pattern, PatternKey, SpentError, pattern_key
 
 MAX_ROUNDS = 30
-"""Maximum number of master programs. Each of them gives a valid bound."""
+"""Maximum number of master programs, each of which gives a valid bound."""
 
 MAX_NEW_PATTERNS = 1_000
 """Maximum number of patterns that are added from one knapsack."""
@@ -57,7 +57,7 @@ def tighten_bound(
     Args:
         tally: Lengths from 1 to *capacity*, counts >= 1.
         capacity: Maximum number of tokens in a pack.
-        filling: Known packing. Its patterns are the first patterns of the program.
+        filling: Known packing, whose patterns are the first patterns of the program.
         bound: Known lower bound.
         enough: Number of packs of a known packing. The search ends when the bound equals it.
         effort: Limit of the search. At the limit, the best bound so far is returned.

@@ -2,11 +2,11 @@
 Search for a packing with few bins: guided filling, then exchanges that gather unused room in few
 bins.
 
-Unused room of a bin is useful only if a sample fits into it. So a sample of a nearly full bin is
-swapped for a slightly longer sample of another bin: the first bin becomes full, and the second bin
-gets its unused room. Each exchange raises the sum of the squares of all unused room, so the
-exchanges end. All bins of one pattern are exchanged together, so the time grows with the number of
-distinct lengths.
+Unused room of a bin is useful only if a sample fits into it. Therefore a sample of a nearly full
+bin is swapped for a slightly longer sample of another bin: the first bin becomes full, and the
+second bin gets its unused room. Each exchange raises the sum of the squares of all unused room, so
+the exchanges end. All bins of one pattern are exchanged together, so the time grows with the number
+of distinct lengths.
 
 When no exchange is left, the bins that are not full are packed again, together with some full bins.
 The literature calls this a large neighbourhood search (Shaw, 1998).
@@ -104,9 +104,9 @@ def find_repeated_filling(tally: LengthCounts, *, capacity: int, bound: int, eff
     """
     Search for a packing of few bins whose patterns repeat, so that the search stays small.
 
-    Only the longest of every *ratio* neighbouring samples is packed, and stands for all of them. So
-    a search takes as long for ten million samples as for thousands, and needs less than one extra
-    bin for each repetition.
+    Only the longest of every *ratio* neighbouring samples is packed, and stands for all of them. A
+    search therefore takes as long for ten million samples as for thousands, and needs less than one
+    extra bin for each repetition.
 
     Args:
         tally: Lengths from 1 to *capacity*, counts >= 1.

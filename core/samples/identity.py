@@ -42,8 +42,8 @@ _MEDIA = frozenset({*IMAGE_KEYS, *VIDEO_KEYS, *PART_KEYS, *PATH_KEYS})
 
 _MAY_DIFFER = re.compile(rf'"(?:data:|{IMAGE_MARKS}|(?:{"|".join(_WRITTEN)})":\{{|tools":\[)')
 """
-Pattern for JSON text that the canonical form may change, apart from `null`. It starts with one
-fixed character, because this is five times as fast as a choice of two characters.
+Pattern for JSON text that the canonical form may change, apart from `null`. The pattern starts with
+one fixed character, which is five times as fast as a choice of two characters.
 """
 
 _LONG, _FIRST = 4096, 2

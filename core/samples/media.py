@@ -114,8 +114,8 @@ def shows_medium(part: Any) -> bool:
     """
     Return whether a message part is an image or a video.
 
-    Such a part contains the medium or its path, or has only a type. A type alone means the next
-    medium of the record.
+    This is true if the part contains a medium or its path, or if the part has only a type. A type
+    alone means the next medium of the record.
     """
     held = {name for name, value in part.items() if not is_empty(value)} if isinstance(part, Mapping) else set()
     kind = part["type"] if "type" in held else None
@@ -209,5 +209,5 @@ def _video_path(value: Any, what: str, *, urls: bool) -> str:
     if not isinstance(value, str) or not value:
         fail(f"has a {what} that is not a path: {_WRITE}")
     if value.startswith("data:"):
-        fail(f"has the {what} {value[:40]!r}: write it to a file, and name that")
+        fail(f"has the {what} {value[:40]!r}: write it to a file, and name the file")
     return _require_path(value, what, urls=urls)

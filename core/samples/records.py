@@ -83,7 +83,7 @@ _REFUSED_IN_MESSAGES = {
 }
 """Refused key of a message -> remedy. `_OTHERWISE` is the remedy for all other unknown keys."""
 
-_OTHERWISE = "write what it says into 'content', or remove it"
+_OTHERWISE = "write its text into 'content', or remove it"
 
 _GEOMETRY = {"bbox_2d": 4, "poly": 6}
 """Kind of geometry -> minimum number of coordinates."""
@@ -181,10 +181,10 @@ def _refuse_keys(record: Mapping[str, Any]) -> None:
     if inner:
         fail(f"has {also}: {_REFUSED_IN_MESSAGES.get(inner[0], _OTHERWISE)}{ignoring(inner)}", argument="columns")
     if "messages" not in record and has(record, "videos"):
-        fail("has 'videos' and 'objects', whose places are those of an image: write messages, or remove one")
+        fail("has 'videos' and 'objects', whose coordinates belong to an image: write messages, or remove one")
     if "messages" in record and has(record, "objects"):
         fail(
-            "has 'messages' and 'objects', which would be ignored: write into the messages what they say, or remove one"
+            "has 'messages' and 'objects', which would be ignored: write their content into the messages, or remove one"
         )
 
 

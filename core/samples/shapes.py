@@ -2,8 +2,8 @@
 Conversion of common shapes of records into messages.
 
 ms-swift reads messages in several notations, and columns of many names as a question and its
-answer. This module reads records in the same way. It refuses a record, with a remedy, if ms-swift
-would ignore a part of it or choose between two columns.
+answer. This module reads records in the same way as ms-swift. If ms-swift would ignore a part of a
+record or choose between two columns, the module refuses the record with a remedy.
 """
 
 from collections import defaultdict
@@ -85,7 +85,7 @@ MESSAGES, DENSE = "messages of role and content", "dense captions"
 
 MIXABLE = frozenset({MESSAGES, DENSE})
 """
-Shapes that one file may mix. Their keys differ, so that a record is never mistaken for the other
+Shapes that one file may mix, because their keys differ: a record is never mistaken for the other
 shape.
 """
 
@@ -263,7 +263,7 @@ def _add_media(record: Mapping[str, Any], media: Media) -> Mapping[str, Any]:
     """
     for name in media.pop(_NAMED_BY_RECORD, ()):
         if not has(record, name):
-            fail(f"has a part of a message that shows one of its {name}, but it has none: name it in the part")
+            fail(f"has a part of a message that refers to its {name}, but it has no {name}: name the file in the part")
     for name in media:
         if has(record, name):
             fail(f"has {name} in its messages and in {name!r}, and one would be ignored: keep one")

@@ -61,7 +61,10 @@ class Measurement:
         return field_differences(self, fetched)
 
     def __add__(self, other: Measurement) -> Measurement:
-        """Return the sum of two measurements. It counts as truncated if at least one of them is."""
+        """
+        Return the sum of two measurements, which counts as truncated if at least one of the two is
+        truncated.
+        """
         return Measurement(*map(operator.add, to_row(self), to_row(other)))
 
     def __sub__(self, other: Measurement) -> Measurement:
@@ -375,4 +378,4 @@ class BadRecord:
     """Reason why the record cannot become a sample."""
 
     sha256: str
-    """Digest of the record's content. If the record has changed, it is measured again."""
+    """Digest of the record's content. A changed record is measured again."""

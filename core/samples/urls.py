@@ -43,7 +43,7 @@ _SIGNING_KEYS = re.compile(
     r"|Security-Token|sig|se|st|sp|sv|sr|skoid|sktid|skt|ske|sks|skv|spr)",
     re.IGNORECASE,
 )
-"""Query parameters that signing adds. They do not change which file is read."""
+"""Query parameters that signing adds, and that do not change which file is read."""
 
 
 def scheme_of(name: str) -> str | None:
@@ -94,7 +94,7 @@ def strip_signature(url: str) -> str:
     """
     Return a URL without the query parameters that signing adds.
 
-    Two signed URLs of the same file are equal after this.
+    Without these parameters, all signed URLs of a file are equal.
 
     >>> strip_signature("https://host/a.png?id=5&X-Amz-Signature=1f&X-Amz-Date=2026")
     'https://host/a.png?id=5'

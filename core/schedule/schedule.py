@@ -3,8 +3,8 @@ Epoch schedules: the order of packs in each epoch, also after a resume on anothe
 
 A pack is identified by its index in the raw plan or, if each epoch has its own plan, in the epoch's
 plan. Rank r of W trains the positions r, r + W, r + 2W, … of an order, so the packs that all ranks
-have consumed are a prefix of the order. An order depends only on the seed and the epoch. It never
-changes for one `ORDER_VERSION`, because resumed runs rely on it.
+have consumed are a prefix of the order. An order depends only on the seed and the epoch. Orders
+never change for one `ORDER_VERSION`, because resumed runs rely on them.
 
 If the work of packs is known, the packs of each optimizer step are assigned to the ranks by work.
 Each step still has the same packs.
@@ -54,8 +54,8 @@ Works = NDArray[np.number]
 
 ORDER_VERSION = 2
 """
-Version of the orders. Raise it if a rank gets other packs than before in any step. A test compares
-orders with stored orders.
+Version of the orders, which has to be raised if a rank gets other packs than before in any step. A
+test compares orders with stored orders.
 """
 
 
@@ -140,8 +140,8 @@ class EpochSchedule:
     Order of packs, batches and steps in each epoch, starting at the progress `start`.
 
     Raises an ArgumentError unless each rank has at least one batch in every whole epoch. After a
-    resume on another number of ranks, the rest of an epoch may be too small for a batch. Then the
-    epoch has no further step.
+    resume on another number of ranks, an epoch has no further step if its rest is too small for a
+    batch.
     """
 
     num_packs: int | tuple[int, ...] = attrs.field(converter=_checked_packs)
@@ -199,7 +199,7 @@ class EpochSchedule:
 
     start: Progress = Progress()
     """
-    Progress at which this schedule starts. It has segments only if the run was resumed within an
+    Progress at which this schedule starts, with segments only if the run was resumed within an
     epoch.
     """
 
@@ -223,8 +223,8 @@ class EpochSchedule:
 
     _assigned: dict[int, IntArray] = attrs.field(factory=dict, init=False, eq=False, repr=False)
     """
-    Epoch -> its order after packs were assigned to ranks by work. It caches only the last requested
-    epoch; the array is read-only.
+    Cache of the last requested epoch: epoch -> its order after packs were assigned to ranks by
+    work, read-only.
     """
 
     _last_steps: list[int] = attrs.field(factory=list, init=False, eq=False, repr=False)
@@ -586,7 +586,7 @@ class EpochSchedule:
         """
         Return the progress after each rank has trained *num_batches* batches of *epoch*.
 
-        This position may be within a step.
+        The returned progress may be within a step.
 
         Args:
             epoch: Epoch of the batches, `start.epoch` or later.

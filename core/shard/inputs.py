@@ -33,8 +33,8 @@ def sequence_dims(
     Return the dimension of each field that runs along the tokens; None for a field without such a
     dimension.
 
-    A dimension may be as long as the input's width by chance. So it has to be declared, unless the
-    field is in `TOKEN_FIELDS`.
+    A dimension may be as long as the input's width by chance. Such a dimension has to be declared,
+    unless the field is in `TOKEN_FIELDS`.
 
     Args:
         shapes: Name of each tensor in the batch -> its shape. The first dimension of each tensor is

@@ -55,16 +55,16 @@ def shard_packed(
             fewer.
         max_tokens_per_microbatch: Maximum number of tokens in a row, padding included.
         sequence_length_pad_multiple: Each sequence is padded to a multiple of this number.
-        algorithm: Name of a packing algorithm, a key of `core.packers.ALGORITHMS`. It decides the
-            number of microbatches.
+        algorithm: Name of a packing algorithm, a key of `core.packers.ALGORITHMS`, which decides
+            the number of microbatches.
         when_long: `error` refuses a sequence longer than the limit; `alone` makes it a row by
             itself.
         seed: Seed of random algorithms.
         work: Work model of the model, or work of each sequence in any unit. None uses squared
             lengths.
-        sync_at: Where workers wait for each other. `microbatch`, as with FSDP: microbatches that
-            run at the same time get equal work. `step`, at the end of a global batch: workers get
-            equal total work, and microbatches equal work as far as possible.
+        sync_at: Where workers wait for each other. `microbatch`, such as with FSDP: microbatches
+            that run at the same time get equal work. `step`, at the end of a global batch: workers
+            get equal total work, and microbatches equal work as far as possible.
 
     Raises:
         ArgumentError: A sequence is too long for a row and *when_long* is `error`, there is no
@@ -176,9 +176,9 @@ def shard_dynamic(
     """
     Cut a batch into microbatches of sequences of similar length, padded to one width.
 
-    Sequences of a global batch are sorted by length and assigned to the workers one by one. So the
-    microbatches of all workers have the same boundaries and widths. The width of a microbatch is
-    the longest sequence of any worker, rounded up.
+    Sequences of a global batch are sorted by length and assigned to the workers one by one. The
+    microbatches of all workers therefore have the same boundaries and widths. The width of a
+    microbatch is the longest sequence of any worker, rounded up.
 
     Args:
         lengths: Tokens of each sequence of the batch, >= 1; at least one sequence.

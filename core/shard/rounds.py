@@ -1,10 +1,10 @@
 """
 Rounds of equal work: a round is the microbatches that all workers compute at the same time.
 
-With FSDP, all workers wait for the busiest worker in every round. So the time of a global batch is
-the sum of the busiest microbatches of all rounds. Sequences with more work than a mean microbatch
-set the level of work in the first rounds, and the other microbatches of these rounds are filled up
-to this level. The remaining sequences are spread evenly over the other rounds.
+With FSDP, all workers wait for the busiest worker in every round. The time of a global batch is
+therefore the sum of the busiest microbatches of all rounds. Sequences with more work than a mean
+microbatch set the level of work in the first rounds, and the other microbatches of these rounds are
+filled up to this level. The remaining sequences are spread evenly over the other rounds.
 
 Works are integers, and in a tie the lower index is chosen, so every process computes the same
 microbatches.

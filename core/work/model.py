@@ -12,7 +12,7 @@ linear in the positions, and far below one percent in a model of usual width. Wo
   computes the whole square, such as eager attention, has n * n pairs. A layer limited to a window
   or a chunk has fewer pairs.
 - Layers with the delta rule (linear attention) compute whole chunks of tokens.
-- The vision tower computes the patches of each image. Its layers attend within the image or within
+- The vision tower computes the patches of each image, with attention within the image or within
   windows of the image.
 
 Samples attend only to themselves, so the work of a pack is the sum over its samples.

@@ -57,7 +57,7 @@ an attention gate.
 """
 
 _UNKNOWN_TYPES = {"ctrl", "diffllama", "falcon", "gpt_bigcode", "hunyuan_v1_moe", "longcat_flash", "modernbert-decoder"}
-"""Model types whose keys do not describe their layers. Their work is unknown."""
+"""Model types whose work is unknown, because their keys do not describe their layers."""
 
 _UNGATED = {"gelu", "gelu_new", "gelu_fast", "quick_gelu", "relu", "relu2", "xielu"}
 """

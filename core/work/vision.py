@@ -134,8 +134,8 @@ def _glm_work(keys: ConfigKeys) -> VisionWork:
 
 def _tile_work(keys: ConfigKeys, ratio: float, *, text: int) -> VisionWork:
     """
-    Compute the work of InternVL's tower. Its tiles count as windows, and each tile has one token
-    more than it has patches.
+    Compute the work of InternVL's tower, whose tiles count as windows and have one token more than
+    patches.
     """
     width, depth = keys.size("hidden_size"), keys.size("num_hidden_layers")
     patch, size = _side_length(keys, "patch_size"), _side_length(keys, "image_size")

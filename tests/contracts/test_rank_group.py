@@ -26,7 +26,7 @@ pytestmark = pytest.mark.slow
 CHUNK_BYTES = 1 << 16
 """Bytes that travel at a time here; of the real number, arrays of two and more take a second."""
 
-SHORT = "3 packs cannot feed 8 ranks"
+SHORT = "3 packs cannot fill 8 ranks"
 
 
 def too_short() -> ArgumentError:

@@ -272,7 +272,7 @@ def test_another_runs_lengths_are_taken_over_once_if_they_fit(tmp_path):
         ("plan_ws2.json", {"pad_needed": 7}, "plan_ws2.json", "pad_needed"),
         ("schedule_ws2.json", {"epochs": [{"epoch": 0}]}, "schedule_ws2.json", "its records do not describe epochs"),
         ("plan_ws2.json", {}, "plan_ws4.json", "file name"),
-        ("plan_ws2.json", {"world_size": 9, "dataloader_drop_last": True}, "plan_ws9.json", "cannot feed 9 ranks"),
+        ("plan_ws2.json", {"world_size": 9, "dataloader_drop_last": True}, "plan_ws9.json", "cannot fill 9 ranks"),
     ],
 )  # fmt: skip
 def test_a_manifest_that_does_not_fit_the_rest_is_found(whole, name, changed, saved_as, reason):

@@ -192,7 +192,7 @@ def test_a_sample_and_a_pack_are_explained(store, said, document, tmp_path):
     [("show RUN --sample 60", "the data have no record 60"), ("show RUN --pack 99", "no pack 99"),
      ("show RUN --split eval", "custom.val_jsonl"), ("show RUN --world-size 3", "not divisible by 3 ranks"),
      ("show RUN --world-size 50 training.dataloader_drop_last=true training.effective_batch_size=50",
-      "cannot feed 50 ranks, and the remainder is dropped"),
+      "cannot fill 50 ranks, and the remainder is dropped"),
      ("whatif RUN training.packing=false", "training.packing"),
      ("show RUN custom.trainer_variant=rollout training.packing_mode=dynamic training.max_steps=3",
       "custom.trainer_variant"),
@@ -327,7 +327,7 @@ def test_whatif_says_what_each_alternative_would_lack(store, said, document, mon
     path = store(training={"dataloader_drop_last": True, "effective_batch_size": 50})
     rows = document("whatif", path, "--world-size", "2,50")["alternatives"]
     assert rows[0]["problem"] is None
-    assert re.search(r"packs cannot feed 50 ranks.*training\.dataloader_drop_last: false", rows[1]["problem"])
+    assert re.search(r"packs cannot fill 50 ranks.*training\.dataloader_drop_last: false", rows[1]["problem"])
     wide = said("whatif", path, "--world-size", "2,50")
     assert "50 ranks: " in wide
     assert "length ranks packs fill long " in in_words(wide)
