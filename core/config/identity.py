@@ -38,12 +38,12 @@ PER_RANK: Mapping[str, str] = {
     "training.dataloader_persistent_workers": "memory of a rank's machine",
     "training.dataloader_pin_memory": "memory of a rank's machine",
     "training.dataloader_prefetch_factor": "memory of a rank's machine",
-    "training.disable_tqdm": "what is shown; --quiet sets it",
+    "training.disable_tqdm": "output of a rank; --quiet sets it",
     "training.hub_token": "a secret, which no message shows",
     "training.local_rank": "number of a rank on its machine",
-    "training.log_level": "what is shown",
-    "training.log_level_replica": "what is shown",
-    "training.log_on_each_node": "what is shown",
+    "training.log_level": "output of a rank",
+    "training.log_level_replica": "output of a rank",
+    "training.log_on_each_node": "output of a rank",
     "training.report_to": "only rank 0 reports to services, and other ranks may lack their packages",
 }
 """Key that may differ between ranks -> reason why a difference does not change training."""

@@ -71,7 +71,7 @@ REFUSALS = tuple(
          "leave it out of the trainer's arguments, since use_plan(..., eval_plan=args.max_length) packs the rows"),
         ("include_for_metrics", ("trainer",), "passes padded inputs to metrics of packs", _REMOVE),
         ("accelerator_config.dispatch_batches accelerator_config.split_batches", ("trainer",),
-         "distributes the batches of one rank to all", _REMOVE),
+         "distributes the batches of one rank to all ranks", _REMOVE),
         ("use_liger_kernel use_liger_loss", ("balance",), "averages the loss of a batch in its kernel", _REMOVE),
         ("entropy_coef use_adaptive_entropy", ("balance",), "averages the entropy over a whole batch", _REMOVE),
     )

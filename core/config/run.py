@@ -39,7 +39,7 @@ PathText: TypeAlias = Annotated[str, "path"]
 """Path of a file or folder. `~` and `${NAME}` are expanded when the YAML is read."""
 
 COMMAND = "the command"
-"""What messages call a command of ms-swift."""
+"""Noun for a command of ms-swift in messages."""
 
 LOADS = "decides how the model is loaded, not what samples are"
 _LIMITS = "decides which records are refused, not how long the others are"
@@ -256,7 +256,7 @@ class CustomConfig:
 
     source_names: dict[PathText, str] = key(
         attrs.Factory(dict),
-        neither="names sources in what is shown",
+        neither="names sources in counts and figures",
         per_rank="names sources for `plan show`, by their paths",
         check=must(lambda name: bool(name.strip()), "a name"),
     )

@@ -69,7 +69,8 @@ program.
 
 _STEPS_OF_AN_EXCHANGE, _CELLS_OF_A_STEP = 50, 256
 """
-Steps that one exchange counts, and the number of compared partners that count as one more step.
+Number of steps that an exchange counts as, and number of compared partners that count as one more
+step.
 """
 
 

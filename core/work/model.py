@@ -3,14 +3,15 @@ Work of a sample or a pack in floating-point operations (FLOPs), computed from t
 sizes.
 
 The multiplications and additions of matrix products in one forward pass are counted. A backward
-pass over all weights takes twice as many. Norms, activations and rotations are left out: they are
-linear in the positions, and far below one percent in a model of usual width. Work has four parts:
+pass over all weights takes twice as many FLOPs. Norms, activations and rotations are left out: they
+are linear in the positions, and far below one percent in a model of usual width. Work has four
+parts:
 
 - Every position is multiplied with all weights, including the output head, and with the experts to
   which it is routed.
 - Causal attention over a sample of n tokens counts n (n + 1) / 2 pairs. An implementation that
   computes the whole square, such as eager attention, has n * n pairs. A layer limited to a window
-  or a chunk has fewer pairs.
+  or a chunk has fewer pairs than a layer with full attention.
 - Layers with the delta rule (linear attention) compute whole chunks of tokens.
 - The vision tower computes the patches of each image, with attention within the image or within
   windows of the image.
