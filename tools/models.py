@@ -39,9 +39,9 @@ MEASURED = """The tables are for a small model of each family that transformers 
 
 TERMS = (
     """- **Isolation** is the largest gradient of a sample's logits with respect to another sample, divided by
-the largest gradient with respect to the sample itself. It has to be 0.""",
+the largest gradient with respect to the sample itself. Isolation has to be 0.""",
     f"""- **Equality** is the largest relative difference of logits, losses and gradients from those of the same sample
-alone. It may be at most {EQUALITY_LIMITS["float32"]:.0e}.""",
+alone. Equality may be at most {EQUALITY_LIMITS["float32"]:.0e}.""",
 )
 
 STARS = "A star after a family's name means that some of its layers run sample by sample."
