@@ -11,9 +11,9 @@ import argparse
 from collections.abc import Sequence
 from pathlib import Path
 
-from packplan.adapters.progress import loading_libraries
 from packplan.app.cli.command import add_logging_options, command_parser, parse_ranks, run_command, run_program
 from packplan.app.opening.commands import resolve_command, split_command
+from packplan.app.plan.build import build_command
 from packplan.core.errors import ConfigError, counted
 
 
@@ -41,14 +41,9 @@ def run(options: argparse.Namespace, words: Sequence[str]) -> None:
             "has rows that are encoded in full to be measured: write them with swift export --to_cached_dataset true"
         )
         raise ConfigError.for_key("--cached-dataset", reason)
-    with loading_libraries():
-        from packplan.app.opening.command_rows import export_rows
-        from packplan.app.opening.ranks import join_ranks
-        from packplan.app.opening.splits import open_splits
-        from packplan.app.plan.build import build
+    splits = build_command(config)
+    from packplan.app.opening.command_rows import export_rows  # loads ms-swift
 
-    with join_ranks(config) as group:
-        splits = build(config, group, splits=list(open_splits(config).values()), world_size=config.count_ranks())
     numbers = export_rows(splits, folder)
     flags = [f"--cached_dataset {folder}", *([f"--cached_val_dataset {folder / 'val'}"] if "eval" in numbers else [])]
     rows = counted(numbers["train"], "row")

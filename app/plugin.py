@@ -13,7 +13,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from packplan.adapters.progress import loading_libraries
 from packplan.app.cli.command import (
     add_logging_options,
     command_parser,
@@ -24,8 +23,8 @@ from packplan.app.cli.command import (
 )
 from packplan.app.opening.commands import resolve_command, split_command
 from packplan.app.opening.stores import write_new_file
+from packplan.app.plan.build import build_command
 from packplan.app.planning.log_lines import row_checksum
-from packplan.core.config.run import RunConfig
 from packplan.core.errors import ConfigError
 
 _TEXT = '''"""Trains the packs of a plan inside ms-swift: swift sft ... --packing true --external_plugins {name}"""
@@ -82,7 +81,7 @@ def main(arguments: list[str] | None = None) -> int:
             config = resolve_command(
                 [options.source, *words], world_size=options.world_size, degrees=given.get("degrees", 1)
             )
-            given["checksum"] = plan_command(config)
+            given["checksum"] = row_checksum(build_command(config)[0], with_lengths=True)
         if options.any_version:
             given["any_version"] = True
         if options.no_check:
@@ -106,21 +105,6 @@ def install(**options: Any) -> None:
     from packplan.app.opening.command_rows import take_stored_lengths
 
     swift.install(take_stored=take_stored_lengths, **options)
-
-
-def plan_command(config: RunConfig) -> str:
-    """
-    Plan a command for its number of ranks; return the checksum of its plan, over ms-swift's row
-    indices.
-    """
-    with loading_libraries():
-        from packplan.app.opening.ranks import join_ranks
-        from packplan.app.opening.splits import open_splits
-        from packplan.app.plan.build import build
-
-    with join_ranks(config) as group:
-        (train,) = build(config, group, splits=[open_splits(config)["train"]], world_size=config.count_ranks())
-    return row_checksum(train, with_lengths=True)
 
 
 if __name__ == "__main__":

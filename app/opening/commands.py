@@ -120,7 +120,7 @@ def resolve_command(words: Sequence[str], *, world_size: int | None = None, degr
     with loading_libraries():
         from packplan.adapters.swift.command import read_command
 
-    count = partial(_count_started_ranks, launcher, is_swift=not _ENTRY.fullmatch(words[len(launcher)]))
+    count = partial(_count_started_ranks, launcher)
     _, run = read_command(task, arguments, world_size=world_size, count_started=count, degrees=degrees)
     if run.command and not {word.partition("=")[0] for word in run.command.words} & {"--packing", "--padding_free"}:
         log.warning("the command does not say --packing true, without which ms-swift trains no packs: add it")
@@ -144,21 +144,20 @@ def _split_words(words: Sequence[str]) -> tuple[list[str], str, list[str]]:
     raise ConfigError(COMMAND, (Fault(words[0], reason),))
 
 
-def _count_started_ranks(launcher: Sequence[str], *, is_swift: bool) -> int:
+def _count_started_ranks(launcher: Sequence[str]) -> int:
     """
     Return the number of ranks that a command starts; ConfigError if only its launcher knows the
     number.
 
     Args:
-        launcher: Words of the command line before the words of ms-swift.
-        is_swift: Whether the next word is the program `swift`, which starts the ranks of
-            NPROC_PER_NODE and NNODES.
+        launcher: Words before those of ms-swift, such as `python -m`. Without any, the program
+            `swift` starts the ranks of NPROC_PER_NODE and NNODES.
     """
     if starters := {*_LAUNCHERS} & {Path(word).name for word in launcher}:
         reason = "starts ranks: give their number by --world-size, before the command"
         raise ConfigError(COMMAND, (Fault(min(starters), reason),))
     ranks = 1
-    for name in ("NPROC_PER_NODE", "NNODES") if is_swift else ():
+    for name in () if launcher else ("NPROC_PER_NODE", "NNODES"):
         value = os.environ.get(name, "1")
         if not value.isdecimal() or not int(value):
             reason = f"is {value}, which is not a number of ranks: give it by --world-size, before the command"

@@ -114,3 +114,13 @@ def build(
     if group.rank == 0:
         log_run(config, [train, *others], schedule)
     return [train, *others]
+
+
+def build_command(config: RunConfig) -> list[PlannedSplit]:
+    """Measure and plan all splits of an ms-swift command, `train` first; see `build`."""
+    with loading_libraries():
+        from packplan.app.opening.ranks import join_ranks
+        from packplan.app.opening.splits import open_splits
+
+    with join_ranks(config) as group:
+        return build(config, group, splits=list(open_splits(config).values()), world_size=config.count_ranks())
