@@ -66,7 +66,7 @@ class Key:
 
 
 def key_metadata(**facts: Any) -> dict[Any, Any]:
-    """Return attrs metadata that holds a `Key` with these fields."""
+    """Return attrs metadata with a `Key` that has these fields."""
     return {Key: Key(**facts)}
 
 

@@ -43,7 +43,7 @@ COMMAND = "the command"
 
 LOADS = "decides how the model is loaded, not what samples are"
 _LIMITS = "decides which records are refused, not how long the others are"
-_COPIES = "decides where copies are kept, not what they hold"
+_COPIES = "decides where copies are kept, not what they contain"
 _STREAMS = "belongs to streams, which store neither lengths nor plans"
 _SELECTS = "decides which samples an epoch has, which are stored with its plan"
 _MEASURES = "decides how measuring proceeds, not its result"

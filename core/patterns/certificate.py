@@ -22,10 +22,7 @@ Maximum number of parts into which a dual-feasible function divides the capacity
 """
 
 MAX_UNITS = 256
-"""
-Number of rounding units that are tried first. Afterwards, the units next to the best of these units
-are tried.
-"""
+"""Number of rounding units that are tried first, before the units next to the best of them."""
 
 
 _EFFORTS = 3

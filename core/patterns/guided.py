@@ -146,9 +146,9 @@ class _BinFiller:
 
 def _group_sizes(sizes: list[int], counts: list[int], num_groups: int) -> tuple[list[int], IntArray]:
     """
-    Return the longest length and the number of samples of each group of neighbouring sizes. Groups
-    are as fine as *num_groups* allows, so that counting all samples as their group's longest adds
-    few tokens.
+    Return the longest length and the number of samples of each group of neighbouring sizes. There
+    are as many groups as *num_groups* allows, so that counting each sample as the longest of its
+    group adds few tokens.
     """
     samples: list[int] = [0, *accumulate(counts)]
     tokens: list[int] = [0, *accumulate(size * count for size, count in zip(sizes, counts, strict=True))]

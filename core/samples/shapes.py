@@ -404,8 +404,8 @@ def _from_columns(record: Mapping[str, Any]) -> ShapedRecord:
 
 def _refuse_lost_texts(record: Mapping[str, Any], asked: str, answer: str) -> None:
     """
-    Raise an error if a text would be ignored: a text beside an answer without a question, or the
-    context of a question.
+    Raise an error if a text would be ignored: the context of a question, or any text in a record
+    that has an answer but no question.
     """
     read = {*RECORD_KEYS, *NOTES} - {*RESPONSE_KEYS} | {answer}
     is_bare = not asked and answer != "text" and not has(record, "history") and not _is_chat(record[answer])

@@ -218,7 +218,7 @@ def _assign_shared_first(steps: IntArray, degrees: IntArray, falling: IntArray) 
 def _level_ranks(steps: IntArray, held: IntArray) -> None:
     """
     Exchange packs between busy and idle ranks until each step is level, or until no exchange helps.
-    *held* is changed in place.
+    The array *held* is changed in place.
 
     Args:
         steps: Work of each pack; shape (num_steps, packs of a step).

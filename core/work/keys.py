@@ -57,8 +57,8 @@ class ConfigKeys:
 
     def find(self, *names: str) -> Any:
         """
-        Return the value of the first key in *names* that exists, or None. All *names* then count as
-        read.
+        Return the value of the first key in *names* that exists, or None. All keys in *names* then
+        count as read.
         """
         self._read.update(names)
         return next((self._sizes[name] for name in names if name in self._sizes), None)
