@@ -1,8 +1,9 @@
 """
 Commands of `packplan`.
 
-They combine the functions of core with the adapters. `python -m app.COMMAND` imports this package
-first, so that Ctrl-C prints one line instead of a traceback even while modules are being imported.
+The commands combine the functions of core with the adapters. `python -m app.COMMAND` imports this
+package first, so that Ctrl-C prints one line instead of a traceback even while modules are being
+imported.
 """
 
 import sys

@@ -91,7 +91,7 @@ def main(arguments: list[str] | None = None) -> int:
         called = ", ".join(f"{name}={value!r}" for name, value in given.items())
         write_new_file(output, _TEXT.format(name=output.name, options=called))
         print(f"{output}: add --packing true --external_plugins {output} to swift sft, pt, or rlhf (dpo, kto)")
-        print("other types of swift rlhf take it without --packing, and compute no padding")
+        print("other types of swift rlhf use the plugin without --packing, and then compute no padding")
 
     return run_command(command, verbose=options.verbose, quiet=options.quiet, for_host=True)
 

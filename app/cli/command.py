@@ -171,7 +171,7 @@ def _raise_file_limit() -> None:
         resource.setrlimit(resource.RLIMIT_NOFILE, (allowed, hard))
         soft = allowed
     if 0 <= soft < _LEAST_FILES:
-        raise OSError(errno.EMFILE, f"a process may open {soft} files here, and {_LEAST_FILES} are needed")
+        raise OSError(errno.EMFILE, f"this process may open only {soft} files here, and {_LEAST_FILES} are needed")
 
 
 def run_program(main: Callable[[], int]) -> int:

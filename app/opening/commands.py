@@ -43,8 +43,8 @@ def require_traceable(config: RunConfig) -> None:
     """
     Refuse a run whose step cannot be traced.
 
-    This refuses runs on several ranks of torchrun, and commands that train pairs, split texts,
-    tasks other than causal LM, or batches of several packs.
+    Runs on several ranks of torchrun are refused, and commands that train pairs, split texts, tasks
+    other than causal LM, or batches of several packs.
     """
     if (started := read_world_size()) > 1:
         raise ConfigError("torchrun", (Fault("", f"starts {started} ranks: use --world-size instead"),))
@@ -72,7 +72,7 @@ def split_command(given: Sequence[str] | None, *, skip: int = 0) -> tuple[list[s
     the second list is empty.
 
     Args:
-        given: Words of a `packplan` command line; None takes the words of this process.
+        given: Words of a `packplan` command line; if None, the words of this process.
         skip: Number of words to skip that look like such a program, such as the first `swift` in
             `plugin swift swift sft`.
     """
@@ -89,7 +89,7 @@ def read_run_or_command(path: str, words: Sequence[str] = (), *, world_size: int
     Args:
         path: Path of the YAML, or the first word of an ms-swift command.
         words: Values for single keys of the YAML, or the other words of the command.
-        world_size: Number of ranks of a command; None takes the number that the command starts.
+        world_size: Number of ranks of a command; if None, the number that the command starts.
 
     Raises:
         ConfigError: All faults of the run.
@@ -108,7 +108,7 @@ def resolve_command(words: Sequence[str], *, world_size: int | None = None, degr
 
     Args:
         words: All words of the command, including those of a launcher.
-        world_size: Ranks of the command; None takes the ranks that it starts.
+        world_size: Number of ranks of the command; if None, the number that the command starts.
         degrees: Most ranks that share a long pack, as in `Plan.schedule`; 1 if none do.
 
     Raises:
@@ -123,7 +123,7 @@ def resolve_command(words: Sequence[str], *, world_size: int | None = None, degr
     count = partial(_count_started_ranks, launcher)
     _, run = read_command(task, arguments, world_size=world_size, count_started=count, degrees=degrees)
     if run.command and not {word.partition("=")[0] for word in run.command.words} & {"--packing", "--padding_free"}:
-        log.warning("the command does not say --packing true, without which ms-swift trains no packs: add it")
+        log.warning("the command lacks --packing true, without which ms-swift trains no packs: add it")
     return run
 
 
@@ -154,13 +154,13 @@ def _count_started_ranks(launcher: Sequence[str]) -> int:
             `swift` starts the ranks of NPROC_PER_NODE and NNODES.
     """
     if starters := {*_LAUNCHERS} & {Path(word).name for word in launcher}:
-        reason = "starts ranks: give their number by --world-size, before the command"
+        reason = "starts ranks: set their number with --world-size, before the command"
         raise ConfigError(COMMAND, (Fault(min(starters), reason),))
     ranks = 1
     for name in () if launcher else ("NPROC_PER_NODE", "NNODES"):
         value = os.environ.get(name, "1")
         if not value.isdecimal() or not int(value):
-            reason = f"is {value}, which is not a number of ranks: give it by --world-size, before the command"
+            reason = f"is {value}, which is not a number of ranks: set it with --world-size, before the command"
             raise ConfigError(COMMAND, (Fault(name, reason),))
         ranks *= int(value)
     return ranks

@@ -119,7 +119,7 @@ def config_to_time(config: RunConfig) -> RunConfig:
     """
     Return a run that starts from the beginning, and evaluates and saves only at its last step.
 
-    It logs every step if the run does, else no step, since logging takes time.
+    The returned run logs every step if *config* does, else no step, since logging takes time.
     """
     training, end = config.training, 10**9
     evaluates = bool(config.custom.val_jsonl) and training.trainer.get("eval_strategy") != "no"

@@ -23,14 +23,17 @@ log = logging.getLogger(__name__)
 
 
 NO_LIMIT = 2**31 - 1
-"""Packing length for measuring without a run. It is so large that no sample is truncated."""
+"""
+Packing length for measuring without a run. The length is so large that no sample is truncated.
+"""
 
 
 def config_to_measure(
     data: Sequence[str], output: Path, *, model: str | None, path: str | None, overrides: Sequence[str]
 ) -> RunConfig:
     """
-    Return a run that measures data without training. It stores its artefacts in `interim_folder`.
+    Return a run that measures data without training. The run stores its artefacts in
+    `interim_folder`.
 
     Args:
         data: Data files; empty if the YAML names them.

@@ -21,7 +21,7 @@ def policy_of_split(config: RunConfig, split: str) -> PlanPolicy:
     """
     Return the packing policy of a split.
 
-    It includes the model's work if the packing algorithm uses work.
+    The policy includes the model's work if the packing algorithm uses work.
     """
     uses_works = config.training.packing and "works" in ALGORITHMS[config.training.packing_algorithm].takes
     return plan_policy(config, split, work=work_of_run(config)[0] if uses_works else None)

@@ -1,5 +1,5 @@
 """
-Probe of a model by its name, with each attention backend of this machine. It does not need
+Probe of a model by its name, with each attention backend of this machine. The probe does not need
 ms-swift.
 """
 
@@ -55,8 +55,8 @@ def probe_backends(
 
     Args:
         path: Folder of the model, or its config.json.
-        dtype: Data type to compute in; None takes float32.
-        device: Device to compute on. None takes the CPU, and a GPU for backends that run only on
+        dtype: Data type to compute in; float32 if None.
+        device: Device to compute on. If None, the CPU, and a GPU for backends that run only on
             GPUs.
         trust_remote_code: Whether Python code from the model's folder may run.
 

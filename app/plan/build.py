@@ -101,7 +101,7 @@ def build(
         config: The run.
         group: Ranks that run this command.
         splits: Splits to build, `train` first.
-        world_size: Number of ranks to align for; None takes the size of *group*.
+        world_size: Number of ranks to align for; if None, the size of *group*.
 
     Raises:
         PackplanError: The run has a fault, or a stored file is damaged.

@@ -19,10 +19,10 @@ from packplan.core.samples.tables import from_tables
 
 _PLACES = {
     "packed": "in a pack with other samples, or in a pack by itself, since no other sample fits",
-    "long": "a long sample, in a pack of its own",
+    "long": "a long sample, in a pack by itself",
     "dropped": "in no pack: its pack would be filled below training.packing_min_fill_ratio",
     "absent": "in no pack: this epoch does not draw it, or the other split has it (custom.val_share)",
-    "skipped": "in no pack: it is long (training.packing_allow_single_long: true gives it a pack of its own)",
+    "skipped": "in no pack: it is long (training.packing_allow_single_long: true puts it into a pack by itself)",
 }
 
 

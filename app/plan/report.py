@@ -2,9 +2,9 @@
 Write a page about a stored plan: the lengths of each source, packs and their fill, left-out
 samples, the work of each step on each rank, and the number of packs by other algorithms.
 
-The page is one HTML file that loads no other files and runs no scripts. It supports light and dark
-mode, and phones. Its figures are those of show --all. If the run was trained, the page also shows
-its time and memory.
+The page is one HTML file that loads no other files and runs no scripts. The page supports light and
+dark mode, and phones. Its figures are those of `plan show --all`. If the run was trained, the page
+also shows its time and memory.
 """
 
 import argparse

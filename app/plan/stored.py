@@ -116,8 +116,8 @@ def open_split(config: RunConfig, name: str, *, world_size: int | None, epoch: i
     Args:
         config: The run.
         name: `train` or `eval`.
-        world_size: Number of ranks; None takes the largest that the plan was aligned for.
-        epoch: Epoch to open, if each epoch has its own plan; None takes the first epoch.
+        world_size: Number of ranks; if None, the largest that the plan was aligned for.
+        epoch: Epoch to open, if each epoch has its own plan; if None, the first epoch.
 
     Raises:
         PackplanError: The split is not stored, is damaged, has no such epoch, or has too few packs

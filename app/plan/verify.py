@@ -3,10 +3,10 @@ Check that the stored lengths and plan match the data, the model and the configu
 status is 0, or 3 if there are findings.
 
 The command compares every artefact with its digest, the plan with a plan made again, and the inputs
-of the lengths with the current data, model and configuration. It also compares compressed and
-Parquet files with their copies, and every image with its stored size, dimensions and digest of the
-first 64 KiB. --samples K also encodes K samples again. --decode also decodes every image and every
-frame of a video.
+of the lengths with the current data, model and configuration. The command also compares compressed
+and Parquet files with their copies, and every image with its stored size, dimensions and digest of
+the first 64 KiB. --samples K also encodes K samples again. --decode also decodes every image and
+every frame of a video.
 """
 
 import argparse
@@ -167,8 +167,8 @@ def _input_faults(
     where: str, origin: Origin, differences: tuple[Difference, ...], source: LengthSource
 ) -> Iterator[Finding]:
     """
-    Yield the differences between the run's current inputs and the stored ones, and each bad record
-    that has changed.
+    Yield the differences between the run's current inputs and the stored inputs, and each bad
+    record that has changed.
     """
     for difference in differences:
         yield Finding("inputs", difference.key, f"measured with {difference.stored!r}, now {difference.current!r}")
@@ -227,7 +227,7 @@ def _faults_of_epochs(split: Split, samples: RecordLengths, stored: StoredPlan) 
 
 
 def _image_faults(name: str, lengths: StoredLengths, source: LengthSource, *, decode: bool) -> Iterator[Finding]:
-    """Yield each image whose size, dimensions or content differ from the stored ones."""
+    """Yield each image whose current size, dimensions or content differ from the stored values."""
     table = lengths.rows.table[: len(source)]
     indices = np.flatnonzero(num_media(table))
     verb = "decoding" if decode else "comparing"
@@ -250,8 +250,8 @@ def _image_faults(name: str, lengths: StoredLengths, source: LengthSource, *, de
 
 def _iterate_measured(table: Table, media: MediaTable, indices: IntArray) -> Iterator[tuple[int, MeasuredSample]]:
     """
-    Yield samples with their stored measurements. A few thousand are read at a time, since all would
-    take a gigabyte of memory.
+    Yield samples with their stored measurements. A few thousand samples are read at a time, since
+    all would take a gigabyte of memory.
     """
     for start in range(0, indices.size, 4096):
         part = indices[start : start + 4096].tolist()

@@ -111,7 +111,9 @@ class EpochPlanner:
     samples: RecordLengths
 
     def plan(self, epoch: int) -> EpochPlan:
-        """Return the plan of an epoch; ArgumentError if it drops too much, or has no pack."""
+        """
+        Return the plan of an epoch; ArgumentError if it drops too many tokens, or has no pack.
+        """
         plan = plan_epoch(self.recipe, self.policy, self.samples, epoch, quick_bound=True)
         refuse_dropped(plan.raw, self.samples.lengths, self.policy)
         return plan

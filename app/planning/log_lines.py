@@ -78,7 +78,7 @@ def describe_run(config: RunConfig, splits: Sequence[PlannedSplit], schedule: Ep
     if train.epochs is not None:
         packs = [one.num_packs for one in train.epochs.records]
         rows["epochs"] = (
-            f"{min(packs):,} to {max(packs):,} packs each, by plans of their own; the above is of the first"
+            f"{min(packs):,} to {max(packs):,} packs: each epoch has its own plan; the rows above are of the first"
         )
     rows |= training
     level, line = partial_window_line(config, schedule) or (logging.WARNING, "")
@@ -88,7 +88,7 @@ def describe_run(config: RunConfig, splits: Sequence[PlannedSplit], schedule: Ep
     if (size := config.training.row_ranks) > 1:
         rows["ranks"] += f"; {size} share each row, and count as one (training.sequence_parallel_size)"
     elif schedule.works is not None and schedule.world_size > 1:
-        rows["ranks"] += f"; those of a step are shared out for equal work of each {schedule.sync_at}"
+        rows["ranks"] += f"; packs are assigned to ranks for equal work in each {schedule.sync_at}"
     return rows
 
 

@@ -187,7 +187,7 @@ def _measure_missing(split: Split, stored: StoredRows, *, bad: BadRecords, repor
 
 
 class BadRecords:
-    """Bad records that were found in a source so far. Their share of all records is limited."""
+    """Bad records that were found in a source so far. The share of bad records is limited."""
 
     def __init__(self, source: LengthSource, *, max_share: Decimal | None) -> None:
         """

@@ -109,7 +109,7 @@ def measure_and_plan(
     Args:
         split: Samples, policy and stores.
         ranks: All ranks; rank 0 measures and plans.
-        world_size: Number of ranks to align for; None takes the number of *ranks*.
+        world_size: Number of ranks to align for; if None, the number of *ranks*.
         resumable: Names of the plans in the run's checkpoints; a resumed run stores no other plan.
             None, for a run from the beginning, allows any plan.
 

@@ -132,7 +132,7 @@ def partial_window_line(config: RunConfig, schedule: EpochSchedule) -> tuple[int
     Return a log line and its level if an epoch's last step has fewer microbatches than other steps,
     else None.
 
-    It is a warning if another batch size gives even steps, else a note. The warning names
+    The level is a warning if another batch size gives even steps, else info. The warning names
     `training.gradient_accumulation_steps` if that key alone decides the accumulation.
     """
     if not isinstance(schedule.num_packs, int):

@@ -1,5 +1,5 @@
 """
-One split of a run, `train` or `eval`, from its samples to its plan.
+A split of a run, `train` or `eval`: its samples, its lengths and its plan.
 
 There are three frozen classes: a `Split` is opened, a `MeasuredSplit` also has lengths, and a
 `PlannedSplit` also has packs.
@@ -221,8 +221,8 @@ class PlannedSplit(MeasuredSplit):
     @property
     def pack_stats(self) -> Callable[[int], PackStats]:
         """
-        Function from an epoch to the statistics of its packs. It keeps no plan of an epoch
-        that is not needed any more.
+        Function from an epoch to the statistics of its packs. The function keeps no plans of
+        earlier epochs.
         """
         if self.epochs is not None:
             return self.epochs.stats

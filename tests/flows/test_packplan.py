@@ -63,7 +63,7 @@ def test_a_limit_of_open_files_is_raised_or_named(monkeypatch, capsys):
     assert 2 == command.run_command(lambda: begun.append(1), verbose=False)
 
     assert [1] == begun
-    assert "may open 24 files here, and 256 are needed: raise the limit of open files" in capsys.readouterr().err
+    assert "may open only 24 files here, and 256 are needed: raise the limit of open files" in capsys.readouterr().err
 
 
 def test_too_many_open_files_are_no_full_disk(monkeypatch, capsys, tmp_path):
