@@ -172,7 +172,7 @@ def hold_lock(path: Path, purpose: str, *, wait: Callable[[], str] = str) -> Ite
         path: Lock file.
         purpose: End of the progress line while waiting, such as `to write runs/first`.
         wait: Function that is called every `POLL_S` while another process holds the lock. It
-            returns the holder's name for the progress line, or raises to stop waiting.
+            returns the holder's name for the progress line, or raises an error to stop waiting.
     """
     lock = FileLock(path)
     with progress(desc=f"waiting {purpose}", bar_format="{desc} [{elapsed}]", delay=BRIEF_S, leave=False) as bar:

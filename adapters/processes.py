@@ -231,9 +231,9 @@ def hold_ctrl_c() -> Iterator[None]:
     """
     Delay Ctrl-C until the end of this context; processes that start in the context ignore it.
 
-    So only this process handles Ctrl-C, and no child prints a traceback. During a fork, Python runs
-    callbacks of libraries and drops their errors, so a KeyboardInterrupt would be lost. Blocking
-    the signal alone is not enough, since another thread may receive it.
+    This way only one process handles Ctrl-C, and no child prints a traceback. During a fork, Python
+    runs callbacks of libraries and drops their errors, so a KeyboardInterrupt would be lost.
+    Blocking the signal alone is not enough, since another thread may receive it.
     """
     pressed: list[tuple[int, FrameType | None]] = []
     handler = signal.getsignal(signal.SIGINT)

@@ -71,8 +71,8 @@ def measure_steps(
     Train, and return the seconds of this rank's steps after warm-up, evaluation and checkpoint.
 
     Args:
-        trainer: Trainer that trains the same packs in the same order in each epoch. It may evaluate
-            and save only after its last step.
+        trainer: Trainer that trains the same packs in the same order in each epoch. The trainer may
+            evaluate and save only after its last step.
         terms: FLOPs of the steps of an epoch.
         evaluation_terms: FLOPs of the trainer's evaluation, counted as one step; None if the
             trainer does not evaluate.

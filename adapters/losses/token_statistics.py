@@ -1,8 +1,8 @@
 """
 Log-probabilities of tokens and entropies of their distributions, computed from logits.
 
-Forward and backward passes convert the logits to float32 in blocks of positions. So no array of the
-logits' size is allocated, except for their gradient.
+Forward and backward passes convert the logits to float32 in blocks of positions, so that no array
+of the logits' size is allocated, except for their gradient.
 """
 
 from typing import Any

@@ -2,8 +2,8 @@
 Finds data files by name or pattern, and opens each in its format.
 
 Compressed files, Parquet and Arrow are recognised by their first bytes, CSV and TSV by their names.
-Other text that begins with `[` is a JSON array, and all other text is JSON Lines. JSON Lines and
-Arrow are read in place, all other formats from a converted copy.
+A text that begins with `[` is a JSON array, and any other text is JSON Lines. JSON Lines and Arrow
+are read in place, all other formats from a converted copy.
 """
 
 import glob

@@ -4,12 +4,12 @@ Downloads of remote data files and media into folders on this machine.
 Training reads records in shuffled order and should not need a network, so whole files are
 downloaded. Each download is stored under the digest of its content, with a note of its URL. At each
 start, the server is asked whether a data file has changed. A medium is downloaded once: later
-processes read the stored bytes without a network. If these bytes were deleted, and the server now
-has different ones, an error is raised. No message or note has the query or user name of a URL,
+processes read the stored bytes without a network. If a stored medium was deleted, and the server
+now has different bytes, an error is raised. No message or note has the query or user name of a URL,
 since these may be credentials.
 
 fsspec's `filecache` is not used for several reasons. The cache stores no digest, so it does not
-detect another file under the same name, and it has no size limit. Its index has whole URLs,
+detect another file under the same name, and it has no size limit. The index has whole URLs,
 signatures included, in one file that processes write without a lock. The cache also treats a URL
 with a new signature as another file.
 """

@@ -462,8 +462,8 @@ def _drop_masks_of_wrong_length(encoded: dict[str, Any]) -> None:
     """
     Remove masks and token types from *encoded* if they are not as long as the tokens.
 
-    Some templates make these for a part of the tokens, but the model would apply them to the whole
-    sample.
+    Some templates make masks and token types for only a part of the tokens, but the model would
+    apply them to the whole sample.
     """
     for key in ("attention_mask", "mm_token_type_ids", "token_type_ids"):
         if isinstance(held := encoded.get(key), torch.Tensor) and held.numel() != len(encoded["input_ids"]):

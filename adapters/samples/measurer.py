@@ -110,8 +110,8 @@ class SwiftMeasurer:
             workers: Number of processes that measure, limited to the number of cores. With 1, the
                 calling process measures.
             join_cluster: Function that joins a cluster, which then measures in place of local
-                processes. Its argument says whether each sample is encoded in full. None measures
-                on this machine.
+                processes. The function's argument says whether each sample is encoded in full. None
+                measures on this machine.
         """
         self._encoder = encoder
         self._workers, self._join_cluster = min(workers, os.cpu_count() or 1), join_cluster

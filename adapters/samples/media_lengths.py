@@ -10,8 +10,8 @@ For videos, the arithmetic of qwen_vl_utils gives the number of sampled frames a
 size. Two frames make one layer of patches. Qwen3-VL writes the time of each layer as text in front
 of it, and the tokens of this text are counted too.
 
-All costs are differences from a stand-in of the same kind. So the tokens that mark media, and a
-processor's constant costs, cancel out.
+All costs are differences from a stand-in of the same kind, so that the tokens that mark media, and
+a processor's constant costs, cancel out.
 """
 
 from __future__ import annotations
@@ -224,7 +224,7 @@ class VideoCosts:
 
 def _resized_frame_size(height: int, width: int, factor: int, least: float, most: float) -> tuple[int, int]:
     """
-    Return the height and width of a frame after qwen_vl_utils resizes it; ValueError if it refuses.
+    Return a frame's height and width after the resize of qwen_vl_utils, which may raise ValueError.
     """
     if most < least:
         message = f"frames need at least {least:,.0f} pixels, but may have {most:,.0f}: lower template.video_min_pixels"

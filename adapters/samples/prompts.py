@@ -25,9 +25,9 @@ class Prompts:
     """
     Data set of prompts, in which each prompt has the index of its record.
 
-    An item is a dict. Its `prompt` has all messages of the record except the last, and `answer` is
-    the text of the last message. `record` is the record as it was read. For a vision model, the
-    item also has the record's `images`.
+    Each item is a dict in which `prompt` has all messages of the record except the last, and
+    `answer` is the text of the last message. `record` is the record as it was read. For a vision
+    model, the item also has the record's `images`.
 
     Reward functions get all keys except `prompt` as arguments. If a TRL record has only a `prompt`,
     either text or messages, the prompt is used unchanged, and the answer is empty.

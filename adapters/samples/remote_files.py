@@ -53,8 +53,8 @@ _SECRET = re.compile(r"SECRET|TOKEN|PASSWORD|CREDENTIAL|ACCESS_KEY|ACCOUNT_KEY")
 _file_systems: dict[tuple[object, ...], Any] = {}
 """
 File systems by process, scheme and timeouts; all threads share their connections. A forked process
-opens new file systems. It also keeps its parent's file systems, since dropping them would close the
-parent's connections.
+opens new file systems. The process also keeps its parent's file systems, since dropping them would
+close the parent's connections.
 """
 
 

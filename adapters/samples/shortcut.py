@@ -34,8 +34,8 @@ _REPLACED = (
     "_split_special_tokens",
 )  # fmt: skip
 """
-Methods of `Template` that the shortcut replaces. If a template overrides one of them, each sample
-is encoded in full.
+Methods of `Template` that the shortcut replaces. If a template overrides one of these methods, each
+sample is encoded in full.
 """
 
 _ANSWER = {"role": "assistant", "content": "So."}

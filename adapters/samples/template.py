@@ -113,8 +113,8 @@ def open_template(
     """
     Build ms-swift's template in training mode from its own arguments, without loading the model.
 
-    The template's `max_length` is None unless `truncation_strategy` is `left` or `right`. Its
-    `packing` and `padding_free` are set to *packs*.
+    The template's `max_length` is None unless `truncation_strategy` is `left` or `right`. The
+    template's `packing` and `padding_free` are set to *packs*.
 
     Args:
         model: Section `model`, from whose folder tokenizer and processor are read.

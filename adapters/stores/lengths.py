@@ -225,8 +225,8 @@ class DiskLengthStore:
         Append the next rows; a reader finds all of them or none.
 
         Args:
-            rows: Measurements of the next records. Its `in_full` and `repeatability` describe all
-                rows, the stored ones included.
+            rows: Measurements of the next records. The fields `in_full` and `repeatability` of
+                *rows* describe all rows, including the stored ones.
             data_digest: Digest of all records measured so far, without bad records.
             bad: All bad records so far, including those among the next records.
         """

@@ -51,8 +51,8 @@ class FileCache:
             folder: Folder of cached arrays; None caches nothing.
             parts: Paths of the file's parts, one for a file in one piece.
             kind: Meaning of the arrays, which becomes a part of their file name.
-            is_copy: Whether the file is a copy that is named by the digest of its content. Then
-                only its size is compared; other changes are found when a record is read.
+            is_copy: Whether the file is a copy that is named by the digest of its content. Only the
+                size of a copy is compared; other changes are found when a record is read.
         """
         self._parts, self._is_copy = tuple(parts), is_copy
         self._state = self._read_state()
