@@ -36,7 +36,7 @@ REMEDIES: Mapping[str, str] = MappingProxyType(
         "table_lengths": "to measure here, remove custom.lengths; packplan measure --config writes a table that fits",
         "changed_plan": "restore the data and the settings, or start a new run from its weights: set model.model to "
         "that folder, and remove training.resume_from_checkpoint",
-        "fewer_ranks": "start as many ranks as before, or train that pack whole (training.sequence_parallel_size: 1)",
+        "fewer_ranks": "start as many ranks as before, or share no pack (training.sequence_parallel_size: 1)",
         "changed_order": "install the version that wrote the checkpoint: this one trains packs in another order",
         "changed_image": _MEASURE_AGAIN,
         "changed_sample": _MEASURE_AGAIN,

@@ -75,8 +75,8 @@ class DynamicBatchingConfig:
 @attrs.frozen(kw_only=True)
 class PolicyConfig:
     """
-    `policy.`: how `packplan rl` forms microbatches. If neither of its two sections is enabled, TRL
-    forms them.
+    `policy.`: how `packplan rl` forms microbatches. If neither section below is enabled, TRL forms
+    the microbatches.
     """
 
     sequence_packing: SequencePackingConfig = attrs.field(factory=SequencePackingConfig)

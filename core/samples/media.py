@@ -76,7 +76,7 @@ def to_images(value: object, *, urls: bool = False) -> list[Image]:
     ['a.png', 'b.png']
 
     Raises:
-        ValueError: An image is invalid, or a URL although URLs are not accepted.
+        ValueError: An image is invalid, or is a URL although URLs are not accepted.
     """
     if value is None or (isinstance(value, (str, bytes, list, Mapping)) and not value):
         return []
