@@ -246,4 +246,5 @@ def yield_stale_inputs(config: RunConfig, lengths: StoredLengths) -> Iterator[st
     inputs = lengths.origin.key.inputs
     asked = config_length_inputs(config)
     for difference in Fingerprint({key: inputs.get(key) for key in asked}).differences(Fingerprint(asked)):
-        yield f"training would refuse the stored lengths, since a setting has changed: {difference}"
+        line = f"training would refuse the stored lengths, since a setting has changed: {difference}"
+        yield config.name_settings(line)

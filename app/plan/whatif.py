@@ -163,4 +163,4 @@ def _print(config: RunConfig, alternatives: list[Alternative]) -> None:
     for one in alternatives:
         if one.problem:
             where = f"max_length {one.packing_length:,}, {counted(one.world_size, 'rank')}"
-            console.print(f"not planned: {where}: {one.problem}")
+            console.print(config.name_settings(f"not planned: {where}: {one.problem}"))

@@ -152,6 +152,7 @@ def test_a_cached_data_set_is_ms_swift_s_and_its_packs_are_the_plan_s(command, t
     steps = (schedule.steps_per_epoch, schedule.total_steps)
     assert steps == (shown["schedule"]["steps_per_epoch"], shown["schedule"]["total_steps"])
     assert (kind == "images" or bool(more)) == bool(shown["plan"]["long_samples"])
+    assert not re.search(r"(?:custom|model|template|training)\.[a-z]", "\n".join([built, *shown["warnings"]]))
     stale = json.loads(run("show", "--json", *words, "--norm_bbox", "none").out)["splits"]["train"]["warnings"]
     assert [[], ["a setting has changed: --norm_bbox was 'None', now 'none'"]] == [
         [line.partition("since ")[2] for line in lines if "would refuse" in line]
