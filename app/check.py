@@ -81,7 +81,7 @@ def check(config: RunConfig, *, num_packs: int) -> Report:
 
     Args:
         config: The run.
-        num_packs: Most packs to compare.
+        num_packs: Maximum number of packs to compare.
 
     Raises:
         PackplanError: The run has a fault, or a stored file is damaged.
@@ -107,7 +107,7 @@ def compare_packs(config: RunConfig, trainer: PlanTrainer, train: PlannedSplit, 
         config: The run.
         trainer: Trainer of the run, ready to train.
         train: The planned split `train` of the run.
-        num_packs: Most packs to compare.
+        num_packs: Maximum number of packs to compare.
     """
     from packplan.adapters.trainer.equality import PackComparison
 

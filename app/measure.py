@@ -40,8 +40,8 @@ def main(arguments: list[str] | None = None) -> int:
     parser = command_parser("measure", __doc__)
     parser.add_argument(
         "data", nargs="*", metavar="DATA",
-        help="data files, patterns or folders, as custom.train_jsonl takes them; and key=value, in place of the "
-        "YAML's or its defaults: template.max_pixels=200704",
+        help="data files, patterns or folders, as in custom.train_jsonl; and key=value, which overrides the YAML "
+        "or a default, such as template.max_pixels=200704",
     )  # fmt: skip
     parser.add_argument("--model", metavar="M", help="folder of the model, or its id in a local cache")
     parser.add_argument("--config", metavar="run.yaml", help="run whose model, template and data are used")

@@ -1,4 +1,4 @@
-"""Rewards of the demo's tasks in the form that TRL calls: a score for each completion."""
+"""Reward functions for the demo's tasks, in TRL's form: they return a score for each completion."""
 
 from collections import Counter
 from collections.abc import Sequence

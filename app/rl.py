@@ -24,7 +24,7 @@ from packplan.app.opening.runs import raising_on_all_ranks, read_rl_config, requ
 def main(arguments: list[str] | None = None) -> int:
     """Run the command; return its exit status."""
     parser = command_parser("rl", __doc__)
-    add_config_arguments(parser, about="the run; see docs/rl.md")
+    add_config_arguments(parser, about="YAML of the run; see docs/rl.md")
     add_logging_options(parser)
     options = parse_arguments(parser, arguments)
 

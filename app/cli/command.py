@@ -23,9 +23,9 @@ KEPT_NOTE = (
     "what was measured, planned and saved is kept; run again to continue (training: with "
     "training.resume_from_checkpoint=last, if a checkpoint was saved)"
 )
-"""Note that most commands print after Ctrl-C: which work is kept."""
+"""Text that most commands print after Ctrl-C, about the work that is kept."""
 
-RUN_HELP = "the run; see docs/configuration.md"
+RUN_HELP = "YAML of the run; see docs/configuration.md"
 """Help text of the argument that names a run's YAML."""
 
 _FULL_DISK = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
@@ -126,10 +126,10 @@ def run_command(
 
     Args:
         command: Function that does the work.
-        verbose: Also show log lines of the libraries.
-        quiet: Show only warnings and errors, no progress.
+        verbose: Whether to also show log lines of the libraries.
+        quiet: Whether to show only warnings and errors.
         kept: Note printed after Ctrl-C: which work is kept, and how to continue.
-        for_host: Name arguments of an ms-swift command in messages, instead of keys of a YAML.
+        for_host: Whether messages name arguments of an ms-swift command instead of keys of a YAML.
     """
     from packplan.adapters import progress
 

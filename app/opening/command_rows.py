@@ -58,8 +58,8 @@ def take_stored_lengths(pipeline: Any, data_sets: Sequence[Any]) -> list[Any]:
     """
     Return the data sets of ms-swift's training pipeline with their stored lengths.
 
-    `packplan plan build` has stored the lengths for the same command. Rows that it left out are not
-    returned. No row is encoded.
+    `packplan plan build` has stored the lengths for the same command. Rows that `plan build` left
+    out are not returned. No row is encoded.
 
     Args:
         pipeline: ms-swift's pipeline under the plugin, with its arguments and template.

@@ -92,7 +92,7 @@ def read_run_or_command(path: str, words: Sequence[str] = (), *, world_size: int
         world_size: Number of ranks of a command; if None, the number that the command starts.
 
     Raises:
-        ConfigError: All faults of the run.
+        ConfigError: The run has faults; the error lists all of them.
     """
     if starts_swift_command(path):
         return resolve_command([path, *words], world_size=world_size)
@@ -109,7 +109,8 @@ def resolve_command(words: Sequence[str], *, world_size: int | None = None, degr
     Args:
         words: All words of the command, including those of a launcher.
         world_size: Number of ranks of the command; if None, the number that the command starts.
-        degrees: Most ranks that share a long pack, as in `Plan.schedule`; 1 if none do.
+        degrees: Maximum number of ranks that share a long pack, as in `Plan.schedule`; 1 shares no
+            pack.
 
     Raises:
         ConfigError: The command has faults, or is not an ms-swift command.

@@ -56,7 +56,7 @@ them.
 
 
 _MAX_EVAL_PACKS = 8
-"""Most packs that each rank evaluates."""
+"""Maximum number of packs that each rank evaluates."""
 
 
 def config_to_trace(config: RunConfig) -> RunConfig:

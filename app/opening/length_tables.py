@@ -43,7 +43,7 @@ def config_to_measure(
         overrides: Values for single keys.
 
     Raises:
-        ConfigError: All faults of the configuration.
+        ConfigError: The configuration has faults; the error lists all of them.
     """
     own = {
         "model": {"model": model},
@@ -133,7 +133,7 @@ def publish_table(split: Split, stored: StoredRows, output: Path) -> None:
 
     Args:
         split: Split whose records are measured.
-        stored: Measurements of these samples.
+        stored: Measurements of the split's samples.
         output: Path of the table to write or replace.
     """
     source = split.source

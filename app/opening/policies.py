@@ -61,7 +61,7 @@ def epoch_recipe(config: RunConfig, split: str, files: Iterable[DataFile] | None
             check.
 
     Raises:
-        ConfigError: All faults of the mix.
+        ConfigError: The mix has faults; the error lists all of them.
     """
     custom, training = config.custom, config.training
     if split != "train":
@@ -78,10 +78,10 @@ def require_mixes(config: RunConfig, files: Iterable[DataFile]) -> Mixes:
 
     Args:
         config: The run.
-        files: Data files of its split `train`.
+        files: Data files of the split `train`.
 
     Raises:
-        ConfigError: All faults of the mixes.
+        ConfigError: The mixes have faults; the error lists all of them.
     """
     path = config.custom.fusion_config
     assert path is not None  # noqa: S101  # the caller has looked

@@ -42,7 +42,7 @@ def join_ranks(
 
     Args:
         config: The run.
-        use_cpu: Use a process group on the CPU, even if the run trains on GPUs.
+        use_cpu: Whether to use a process group on the CPU, even if the run trains on GPUs.
         options: Options of the command line that all ranks need to have in common.
 
     Raises:
@@ -66,7 +66,7 @@ def open_rank_group(settings: Mapping[str, Any], *, use_cpu: bool = False) -> It
 
     Args:
         settings: Settings of the trainer, with `use_cpu` and `ddp_timeout`.
-        use_cpu: Use a process group on the CPU, even if the settings use GPUs.
+        use_cpu: Whether to use a process group on the CPU, even if the settings use GPUs.
 
     Raises:
         RunError: The ranks cannot connect.

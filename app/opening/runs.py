@@ -41,7 +41,7 @@ def read_config(path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
             those of the YAML.
 
     Raises:
-        ConfigError: All faults of the configuration.
+        ConfigError: The configuration has faults; the error lists all of them.
     """
     config = parse_config(read_document(Path(path)), str(path), trainer_keys(), overrides=overrides)
     return resolve_inputs(config)
@@ -146,7 +146,7 @@ def raising_on_all_ranks() -> Iterator[None]:
     The other ranks get the error when they connect, instead of waiting for this rank.
 
     Raises:
-        ConfigError: The environment is incomplete, or contradicts itself.
+        ConfigError: The environment variables of torchrun are incomplete or contradictory.
     """
     several = read_world_size() > 1
     try:
@@ -169,7 +169,7 @@ def measured_by_ray(config: RunConfig, address: str | None) -> RunConfig:
         address: Address of the cluster; None returns the run unchanged.
 
     Raises:
-        ConfigError: The run is a command of ms-swift.
+        ConfigError: The run is an ms-swift command, which Ray cannot measure.
     """
     if address is None:
         return config

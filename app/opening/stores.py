@@ -44,7 +44,7 @@ def find_stored_plan(folder: Path, split: str) -> tuple[StoredPlan, StoredLength
         split: `train` or `eval`.
 
     Raises:
-        NotBuiltError: The folder holds no plan.
+        NotBuiltError: The folder has no stored plan.
     """
     for place in (artefacts_folder(folder) / split, folder / split, folder):
         if (plan := DiskPlanStore(place).inspect()) is not None:

@@ -281,7 +281,7 @@ def build_trainer(
         schedule: Schedule of the packs of `train`; a group of ranks that share every row counts as
             one rank.
         state: Resume state of the run before training.
-        attention: Attention of the run.
+        attention: Attention backend of the run.
         group: The ranks.
     """
     train = splits["train"]
@@ -364,7 +364,7 @@ def build_stream_trainer(
         arguments: Settings of the trainer.
         train: Samples of `train`.
         evaluation: The planned split `eval`, if there is one.
-        attention: Attention of the run.
+        attention: Attention backend of the run.
         group: The ranks.
         order: Order of the samples of `train` in an epoch.
         start: Progress to start from: that of all ranks, and that of this rank.

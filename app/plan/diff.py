@@ -51,10 +51,10 @@ stored.
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the command's arguments."""
     parser.add_argument("first", metavar="A", help="a run.yaml, an output folder or a checkpoint")
-    parser.add_argument("second", metavar="B", help="another one; overrides change the keys of a YAML")
+    parser.add_argument("second", metavar="B", help="a second such path; overrides change keys of a YAML")
     add_overrides(parser)
     parser.add_argument("--split", choices=["train", "eval"], default="train", help="split (default: train)")
-    parser.add_argument("--world-size", type=parse_ranks, metavar="N", help="number of ranks (default: as for show)")
+    parser.add_argument("--world-size", type=parse_ranks, metavar="N", help="ranks (default: as in plan show)")
     parser.add_argument("--json", action="store_true", help="print one JSON document instead of lines")
 
 

@@ -28,7 +28,7 @@ from packplan.core.schedule import EpochStats, PackStats
 from packplan.core.surface import COLOURS, Figure, draw_first_packs
 
 SHOWN = 50
-"""Most rows of a table."""
+"""Maximum number of rows of a table."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -38,7 +38,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "-o", "--output", type=Path, default=Path("report.html"), metavar="FILE", help="page (default: report.html)"
     )
     parser.add_argument("--split", choices=["train", "eval"], help="only this split (default: all splits of the run)")
-    parser.add_argument("--world-size", type=parse_ranks, metavar="N", help="number of ranks (default: as for show)")
+    parser.add_argument("--world-size", type=parse_ranks, metavar="N", help="ranks (default: as in plan show)")
 
 
 def run(options: argparse.Namespace) -> None:

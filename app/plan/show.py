@@ -35,7 +35,7 @@ from packplan.core.samples.tables import column, video_totals
 from packplan.core.surface import Figure, pack_figures, sample_figures
 
 SHOWN = 10
-"""Most epochs that are printed without --all."""
+"""Maximum number of epochs that are printed without --all."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -75,7 +75,7 @@ def open_stored_lengths(config: RunConfig, split: str) -> tuple[StoredLengths, E
         split: `train` or `eval`.
 
     Raises:
-        ConfigError: All faults of the mix.
+        ConfigError: The mix has faults; the error lists all of them.
         NotBuiltError: Stored lengths are missing or incomplete, or the number of sources has
             changed.
     """

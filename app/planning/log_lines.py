@@ -22,7 +22,7 @@ from packplan.core.samples.tables import DataFile, column, source_sizes
 from packplan.core.schedule import EpochSchedule
 
 SHOWN = 10
-"""Most ranges of sample indices that a log line lists. The stored plan has all indices."""
+"""Maximum number of index ranges that a log line lists. The stored plan has all indices."""
 
 log = logging.getLogger(__name__)
 
@@ -34,7 +34,7 @@ def log_run(config: RunConfig, splits: Sequence[PlannedSplit], schedule: EpochSc
     Args:
         config: The run.
         splits: Planned splits, `train` first.
-        schedule: Order of the packs of `train`.
+        schedule: Schedule of the packs of `train`.
         attention: Attention backend of the run, with the reason for it; empty if no backend is
             chosen yet.
     """
@@ -62,7 +62,7 @@ def describe_run(config: RunConfig, splits: Sequence[PlannedSplit], schedule: Ep
     Args:
         config: The run.
         splits: Planned splits, `train` first.
-        schedule: Order of the packs of `train`.
+        schedule: Schedule of the packs of `train`.
     """
     train = splits[0]
     rows = describe_training(train.raw, train.lengths, schedule, packed=train.policy.packing)

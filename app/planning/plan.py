@@ -185,7 +185,7 @@ def plan_epochs(
     Args:
         split: The split with the plan of its first epoch.
         recipe: Samples of each epoch.
-        schedule: Settings of the schedule, from where training starts.
+        schedule: Settings of the schedule, which starts where training starts.
         ranks: All ranks.
 
     Raises:

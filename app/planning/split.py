@@ -78,8 +78,8 @@ def align_measured(
         lengths: Tokens of each record; int64, shape (num_records,).
         world_size: Number of ranks to align for, which may differ from the number that trains.
         shares: Whether ranks share a pack that is longer than the packing length.
-        most: Most ranks that share a pack, lowered to the largest number that *world_size* allows.
-            None sets no limit.
+        most: Maximum number of ranks that share a pack, lowered to the largest number that
+            *world_size* allows. None sets no limit.
         **options: Other options of `align_plan`.
 
     Raises:
