@@ -274,8 +274,9 @@ def test_other_parts_of_an_optimizer_are_refused_before_anything_is_loaded(ran):
 
 
 @pytest.mark.parametrize("name", ["two", "three", "rl-two", "rl-three"])
-def test_a_file_of_deepspeed_that_is_missing_or_changed_is_found(name, ran, tmp_path):
+def test_a_file_of_deepspeed_that_is_missing_or_changed_is_found(name, ran, tmp_path, monkeypatch):
     """By its name, by one of the ranks; one byte is enough."""
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
     folder = shutil.copytree(ran(name).folder / "checkpoint-2", tmp_path / "checkpoint-2")
     given = {"stage": 3 if "three" in name else 2, "num_ranks": 2}
 
@@ -308,8 +309,8 @@ def test_a_changed_byte_of_deepspeed_ends_a_resume(ran):
     for rank in range(2):
         assert ["ArgumentError", "host"] == json.loads((swift.folder / f"error{rank}.json").read_text())
         assert "2" == (ran("rl-three-damaged").folder / f"status{rank}").read_text()
-    assert fact.format(" cannot be resumed from: ") in swift.said
-    assert fact.format(", but ") in (ran("").folder / "rank0.log").read_text()
+    assert fact.format(" cannot be resumed from: ") in " ".join(swift.said.split())
+    assert fact.format(", but ") in " ".join((ran("").folder / "rank0.log").read_text().split())
 
 
 def test_ruined_weights_end_a_run_before_a_save(ran, demo):
