@@ -4,7 +4,7 @@ import json
 from argparse import Namespace
 from contextlib import nullcontext
 from datetime import timedelta
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 
 import deepspeed
@@ -71,9 +71,9 @@ CASES = {
     "text by sample": {"folder": "qwen2", "reduction": "sample"},
     "adapters": {"folder": "qwen2", "lora": True},
     **{f"text, {sharding}": {"folder": "qwen2", "sharding": sharding} for sharding in ("FSDP 2", "ZeRO 2", "ZeRO 3")},
-    "images beside text": {"folder": "qwen2_5_vl", "images": [0, 1, 2]},
-    "images by sample": {"folder": "qwen2_5_vl", "images": [0, 1, 2], "reduction": "sample", "lora": True},
-    **{f"images, {sharding}": {"folder": "qwen2_5_vl", "images": range(7), "sharding": sharding}
+    "images beside text": {"folder": "qwen2_5_vl", "images": (0, 1, 2)},
+    "images by sample": {"folder": "qwen2_5_vl", "images": (0, 1, 2), "reduction": "sample", "lora": True},
+    **{f"images, {sharding}": {"folder": "qwen2_5_vl", "images": (*range(7),), "sharding": sharding}
        for sharding in ("FSDP 2", "ZeRO 2")},
 }  # fmt: skip
 
@@ -117,16 +117,28 @@ def weigh_tokens(samples, reduction):
     return torch.cat(each)[1:]
 
 
-def train_degrees(folder, *, sharding="DDP", reduction="token", lora=False, images=()):
-    """Return how far the loss and gradients of a step are from those of its samples alone."""
+def open_model(folder, images, *, lora):
+    """Return a model, perhaps with adapters, and the samples of its packs."""
     kind = AutoModelForImageTextToText if images else AutoModelForCausalLM
     model = kind.from_pretrained(folder, attn_implementation="eager").train()
     if lora:
         torch.manual_seed(0)
         model = get_peft_model(model, LoraConfig(target_modules=["q_proj", "v_proj"], init_lora_weights=False))
+    return model, draw_packs(model.config, images)
+
+
+@cache
+def train_alone(folder, images, reduction, *, lora):
+    """Return the step of all samples alone, however ranks share weights in the one beside it."""
+    model, packs = open_model(folder, images, lora=lora)
+    return step_alone(model, [sample for pack in packs for sample in pack], reduction)
+
+
+def train_degrees(folder, *, sharding="DDP", reduction="token", lora=False, images=()):
+    """Return how far the loss and gradients of a step are from those of its samples alone."""
+    due = train_alone(folder, images, reduction, lora=lora)
+    model, packs = open_model(folder, images, lora=lora)
     rank, size = dist.get_rank(), dist.get_world_size()
-    packs = draw_packs(model.config, images)
-    due = step_alone(model, [sample for pack in packs for sample in pack], reduction)
     set_attention(model, attention_for_shared_rows(AttentionChoice(VARLEN, native="eager")))
     degrees = [degree for degree in (2, 4) if degree <= size]
     groups = RowGroups.make(degrees, timedelta(minutes=2), packing_length=PACKING_LENGTH)

@@ -1,5 +1,6 @@
 """Helpers of tests that measure records, plan them, or train them in this process."""
 
+import os
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from types import SimpleNamespace
@@ -12,6 +13,9 @@ from packplan.app.sft import train as way
 from packplan.core.errors import RecordError
 from packplan.core.ports import LengthSource
 from packplan.core.samples.tables import RecordOutcome
+
+IN_CI = pytest.mark.skipif("FOUR_RANKS" not in os.environ, reason="runs in .ci/run alone, which has the time")
+"""Mark of other numbers of ranks, and of more families."""
 
 
 def prepare(*arguments: Any, **options: Any) -> Any:

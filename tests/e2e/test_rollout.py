@@ -33,6 +33,7 @@ from packplan.core.batch import IGNORED_LABEL
 from packplan.core.errors import ConfigError, DataSetError, StaleError
 from packplan.core.schedule import ResumeState
 from packplan.core.stream import StreamOptions
+from tests.e2e.ready import IN_CI
 from tests.e2e.test_resume import assert_equal
 from tests.processes import finished
 from tests.records import write_lines
@@ -441,7 +442,7 @@ def on_rank_by_batch_size(config, out):
     return run_command(command, verbose=False)
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 3])
+@pytest.mark.parametrize("world_size", [1, 2, pytest.param(3, marks=IN_CI)])
 def test_each_batch_size_trains_every_sample_once(server, write_rollout, tmp_path, world_size):
     """For 1 to 8 packs of each rank in a step, however many a rank lacks in the last one."""
     turns = ([("user", "say"), ("assistant", "red " * (1 + n))] for n in range(10))

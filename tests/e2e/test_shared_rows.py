@@ -2,9 +2,8 @@
 
 import json
 import math
-import os
 from collections import Counter
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 
 import deepspeed
@@ -29,6 +28,7 @@ from packplan.core.equality import VARLEN, AttentionChoice
 from packplan.core.errors import MismatchError, ModelError
 from tests.e2e import degrees_rank, rank_main
 from tests.e2e.alone import step_alone
+from tests.e2e.ready import IN_CI
 from tests.e2e.unpad_rank import build
 from tests.nearness import FLOAT32, apart
 from tests.processes import finished
@@ -50,6 +50,7 @@ def sequences():
     return [torch.randint(0, 250, (length,), generator=generator) for length in LENGTHS]
 
 
+@cache
 def alone(folder, dtype):
     """Return logits, loss and gradients of each sequence by itself, and the gradients' scale."""
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype)
@@ -222,9 +223,7 @@ def on_rank(out, models):
     dist.destroy_process_group()
 
 
-_IN_CI = pytest.mark.skipif(
-    "FOUR_RANKS" not in os.environ, reason="other numbers of ranks run in .ci/run alone, which has the time"
-)
+WORLD_SIZES = [2, pytest.param(4, marks=IN_CI)]
 
 SHARED = {
     "grouped heads": {"family": "qwen2"},
@@ -244,7 +243,7 @@ SHARED = {
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("world_size", [2, pytest.param(4, marks=_IN_CI)])
+@pytest.mark.parametrize("world_size", WORLD_SIZES)
 def test_ranks_that_share_a_row_get_what_each_sequence_gives_alone(server, demo, tmp_path, world_size):
     """
     The loss of labels, of those that ms-swift keeps, and logits; the gradients over the ranks;
@@ -261,7 +260,7 @@ def test_ranks_that_share_a_row_get_what_each_sequence_gives_alone(server, demo,
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("world_size", [4, pytest.param(2, marks=_IN_CI)])
+@pytest.mark.parametrize("world_size", WORLD_SIZES)
 def test_packs_of_several_degrees_train_as_their_samples_alone(server, demo, tmp_path, world_size):
     """
     In one microbatch and one step: a pack counts once, however many ranks share it. So do tokens
@@ -278,7 +277,7 @@ def test_packs_of_several_degrees_train_as_their_samples_alone(server, demo, tmp
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("world_size", [4, pytest.param(2, marks=_IN_CI)])
+@pytest.mark.parametrize("world_size", WORLD_SIZES)
 def test_no_rank_needs_more_than_a_full_pack_does(server, tmp_path, world_size):
     """
     A pack of as many packing lengths as ranks, and each smaller power of two, by the degrees of the
