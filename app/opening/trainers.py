@@ -73,8 +73,8 @@ def warn_of_overwriting(training: TrainingConfig, group: RankGroup) -> None:
         return
     if (newest := newest_checkpoint(training.output_dir)) is not None:
         log.warning(
-            "%s exists, but this run starts from the beginning, and overwrites checkpoints of the same step: "
-            "training.resume_from_checkpoint: last continues from the newest complete one",
+            "%s exists, but this run starts from the beginning, and overwrites checkpoints of the same steps; "
+            "to continue from the newest complete checkpoint, set training.resume_from_checkpoint: last",
             newest,
         )
 

@@ -116,7 +116,7 @@ def _load_stored(split: Split, bad: BadRecords) -> StoredRows:
     bad.restore([one for one in known if one.index < count])
     if not changed:
         return stored
-    log.info("%s: record %s was bad and has changed: records from it on are measured again", split.name, f"{count:,}")
+    log.info("%s: record %s was bad and has changed; it and all later records are measured", split.name, f"{count:,}")
     first = StoredRows(stored.table[:count], stored.media[: num_media(stored.table[:count]).sum()], stored.in_full)
     store.discard()
     store.append(first, data_digest(count), bad=bad.records)
