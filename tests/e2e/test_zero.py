@@ -304,7 +304,9 @@ def test_a_file_of_deepspeed_that_is_missing_or_changed_is_found(name, ran, tmp_
 
 def test_a_changed_byte_of_deepspeed_ends_a_resume(ran):
     """On all ranks, by the name of the file of the last rank, before anything is loaded."""
-    fact = "checkpoint-2{}its zero_pp_rank_1_mp_rank_00_optim_states.pt is damaged, since its digest differs"
+    fact = (
+        "checkpoint-2{}its global_step2/zero_pp_rank_1_mp_rank_00_optim_states.pt is damaged, since its digest differs"
+    )
     swift = ran("text-damaged-zero3")
     for rank in range(2):
         assert ["ArgumentError", "host"] == json.loads((swift.folder / f"error{rank}.json").read_text())
