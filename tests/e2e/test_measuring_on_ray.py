@@ -140,7 +140,7 @@ def test_ctrl_c_keeps_what_was_measured_and_the_next_start_goes_on(cluster, buil
     def receive(executor, call):
         received.append(call)
         if len(received) == 4:
-            os.kill(os.getpid(), signal.SIGINT)
+            signal.raise_signal(signal.SIGINT)
         return plain(executor, call)
 
     monkeypatch.setattr(RayExecutor, "_receive", receive)

@@ -41,13 +41,28 @@ def call(function: Callable[..., object], folder: str, *given: str) -> None:
 
 
 def type_command(folder: str, name: str, *words: str) -> None:
-    """Do what a command does, in this process; what starts ranks has threads, not to be forked."""
+    """
+    Do what a command does, in this process.
+
+    Ranks of `torchrun` are forked, with its variables (`faults/test_parents.py`), instead of
+    importing for 5 s each; those of `train.py` are its own.
+    """
     os.chdir(folder)
     sys.path.insert(0, folder)
+    if name == "torchrun" and "train.py" not in words:
+        from tests.hosts.law import fork_ranks  # it imports this module
+
+        first = next(place for place, word in enumerate(words) if word.endswith(".py"))
+        sys.exit(not fork_ranks(int(words[first - 1]), run_file, *words[first:]))
     if name != "python":
         words = (str(Path(sys.executable).with_name(name)), *words)
     if name in {"torchrun", "swift"}:
         os.execv(words[0], words)  # noqa: S606  # the pages' own commands
+    run_file(0, *words)
+
+
+def run_file(_: int, *words: str) -> None:
+    """Run a file of a page with its arguments, on any rank."""
     sys.argv = [*words]
     with own_callbacks():
         runpy.run_path(words[0], run_name="__main__")
