@@ -210,10 +210,14 @@ def find_damage(folder: Path, *, share: int, num_shares: int, remedy: str = COPY
         share: Index of this rank's share, from 0.
         num_shares: Number of ranks that verify the checkpoint.
         remedy: Advice that is added to the clause.
+
+    Raises:
+        CorruptArtefactError: The trainer's state is damaged.
     """
     stored: dict[str, str] = {}
     try:
-        if not (has_digests(folder) or _MARK in read_trainer_state(folder)["stateful_callbacks"]):
+        state = read_trainer_state(folder)
+        if not (has_digests(folder) or _MARK in state["stateful_callbacks"]):
             log.warning("%s has no digests, so damaged files in it would not be found", folder)
             return None
         shares = [json.loads(file.read_text(encoding="utf-8")) for file in folder.glob(_DIGESTS)]

@@ -1,7 +1,9 @@
 """`packplan rl`: TRL's trainer learns from text and images, in microbatches that change nothing."""
 
 import json
+import os
 import re
+import signal
 
 import pytest
 
@@ -9,6 +11,8 @@ from packplan.adapters.ranks.torch_group import OneRank
 from packplan.app import rl
 from packplan.app.opening import grpo
 from packplan.app.opening.runs import read_rl_config
+from packplan.core.fingerprint import json_digest
+from tests.e2e.plugin_run import change_a_byte
 from tests.e2e.rank_main import without_swift
 from tests.processes import finished
 
@@ -93,12 +97,36 @@ def test_a_run_goes_on_where_its_checkpoint_ends(write_rl, tmp_path):
     state = tmp_path / "rl" / "checkpoint-2" / "trainer_state.json"
     noted = json.loads(state.read_text())
     noted["log_history"][0]["reward"] = 99
+    del noted["stateful_callbacks"]["packplan_sha256"]
+    noted["stateful_callbacks"]["packplan_sha256"] = json_digest(noted)
     state.write_text(json.dumps(noted))
 
     assert 0 == rl.main([str(path), "grpo.resume_from_checkpoint=last", "grpo.max_steps=3", "--quiet"])
 
     assert [1, 2, 3] == [entry["step"] for entry in logged(tmp_path / "rl")]
     assert 99 == logged(tmp_path / "rl")[0]["reward"]
+
+
+def ending(completions, **_):
+    """Reward alike, and send SIGTERM to this process."""
+    os.kill(os.getpid(), signal.SIGTERM)
+    return [0.0 for _ in completions]
+
+
+def test_sigterm_saves_a_checkpoint_and_a_changed_byte_of_it_is_refused(write_rl, tmp_path, caplog, capfd):
+    """Before anything is loaded, by the name of the file; the state of the trainer too."""
+    path = write_rl(policy=PACKED, reward_funcs="tests.e2e.test_rl:ending", max_steps=3)
+
+    trainer = train(path)
+
+    assert (True, 1) == (trainer.was_terminated, trainer.state.global_step)
+    assert f"SIGTERM: saved {tmp_path / 'rl' / 'checkpoint-1'}; grpo.resume_from_checkpoint: last" in caplog.text
+    for name, status in (("optimizer.pt", 2), ("trainer_state.json", 3)):
+        held = (file := tmp_path / "rl" / "checkpoint-1" / name).read_bytes()
+        change_a_byte(file)
+        assert status == rl.main([str(path), "grpo.resume_from_checkpoint=last", "--quiet"])
+        file.write_bytes(held)
+        assert name in capfd.readouterr().err
 
 
 def test_a_policy_that_sees_is_trained_with_adapters(write_rl, tmp_path):
