@@ -150,11 +150,8 @@ class FollowsSchedule:
             around_epoch: Function that takes an epoch's number and returns the context in which the
                 epoch is trained. In `packplan sft`, the context opens the packs of the epoch.
         """
-        self.pack_batches, self._progress, self._around_epoch = (
-            pack_batches,
-            PackplanProgress(pack_batches),
-            around_epoch,
-        )
+        self.pack_batches, self._around_epoch = pack_batches, around_epoch
+        self._progress = PackplanProgress(pack_batches)
         self._expected: Iterator[list[int]] = iter(())
         self.callback_handler.add_callback(self._progress)
 

@@ -58,8 +58,7 @@ class SaveOnSigterm(TrainerCallback):
             any_rank: Function that returns whether a flag is set on any rank.
             replaces: Whether to replace a signal handler that the program itself has installed.
         """
-        self.any_rank, self.replaces = any_rank, replaces
-        self.received = False
+        self.any_rank, self.replaces, self.stopped = any_rank, replaces, False
 
     @contextmanager
     def handling(self) -> Iterator[None]:
@@ -67,23 +66,34 @@ class SaveOnSigterm(TrainerCallback):
         Inside this context, record SIGTERM instead of ending the process. Outside of the main
         thread, where Python allows no signal handler, the context does nothing.
         """
-        before = signal.getsignal(signal.SIGTERM)
+        self.received = self.stopped = False  # as an earlier call of `train` may have left them
+        before, process = signal.getsignal(signal.SIGTERM), os.getpid()
         if threading.current_thread() is not threading.main_thread() or not (self.replaces or before == signal.SIG_DFL):
             yield
             return
-        signal.signal(signal.SIGTERM, self._note_signal)
+
+        def note_signal(number: int, _: FrameType | None) -> None:
+            self.received = True
+            if os.getpid() != process:  # a fork, such as a worker of `multiprocessing.Pool`, ends as usual
+                signal.signal(number, before or signal.SIG_DFL)
+                os.kill(os.getpid(), number)
+
+        signal.signal(signal.SIGTERM, note_signal)
         try:
             yield
         finally:
             signal.signal(signal.SIGTERM, before or signal.SIG_DFL)
 
     def on_step_end(self, args: Any, state: TrainerState, control: TrainerControl, **__: Any) -> None:  # noqa: ARG002
-        """Save and stop if any rank received SIGTERM."""
+        """Save and stop if any rank received SIGTERM; an evaluation would delay the save."""
         if self.any_rank(self.received):
-            self.received = control.should_save = control.should_training_stop = True
+            self.stopped = control.should_save = control.should_training_stop = True
+            control.should_evaluate = False
 
-    def _note_signal(self, _: int, __: FrameType | None) -> None:
-        self.received = True
+    def on_epoch_end(self, args: Any, state: TrainerState, control: TrainerControl, **__: Any) -> None:  # noqa: ARG002
+        """Neither evaluate nor overwrite the checkpoint after SIGTERM has ended the epoch."""
+        if self.stopped:
+            control.should_evaluate = control.should_save = False
 
 
 class WeightSize(TrainerCallback):
@@ -136,7 +146,7 @@ class KeepsCheckpoints:
     @property
     def was_terminated(self) -> bool:
         """Whether SIGTERM ended training."""
-        return self._sigterm.received
+        return self._sigterm.stopped
 
     def _reduce_flag(self, flag: bool) -> bool:  # noqa: FBT001  # as in `RankGroup`
         return bool(self.accelerator.reduce(torch.tensor(float(flag), device=self.args.device)))
@@ -152,6 +162,7 @@ class KeepsCheckpoints:
             what = f"the root mean square of the trained weights after optimizer step {self.state.global_step:,}"
             raise not_finite_error(f"{what} ({before:.3g} before the first)", size)
         add_digest_on_save(self.state)
+        self.state.stateful_callbacks.pop(_MARK, None)  # of the checkpoint that was resumed
         self.state.stateful_callbacks |= self._entries
         with wrap_save_errors(Path(self.args.output_dir)):
             super()._save_checkpoint(*arguments, **options)  # type: ignore[misc]  # of the trainer's class

@@ -47,9 +47,7 @@ TOKENS, LABELS, POSITIONS, ATTENTION = "input_ids", "labels", "position_ids", "a
 MASKS = ("completion_mask", "assistant_masks", "assistant_mask")
 """Columns in which TRL marks supervised tokens with 1, and all other tokens with 0."""
 
-_PACKED = {
-    "seq_lengths": 1, "seq_lens": 1, "seq_start_id": 1, "cu_seqlens": 2, "cu_seq_lens_q": 2, "cu_seq_lens_k": 2,
-}  # fmt: skip
+_PACKED = {"seq_lengths": 1, "seq_lens": 1, "seq_start_id": 1, "cu_seqlens": 2, "cu_seq_lens_q": 2, "cu_seq_lens_k": 2}
 """
 Column with lengths or boundaries of a pack's samples -> number of its values in a pack of one
 sample.
@@ -64,9 +62,7 @@ MEDIA_TYPE_IDS = "mm_token_type_ids"
 TYPE_COLUMNS = ("token_type_ids", MEDIA_TYPE_IDS)
 """Columns with the type of each token, such as text or image."""
 
-BY_TOKEN = {
-    TOKENS, LABELS, POSITIONS, ATTENTION, *MASKS, *_PACKED, *_NUMBERED, *TYPE_COLUMNS, "shift_labels",
-}  # fmt: skip
+BY_TOKEN = {TOKENS, LABELS, POSITIONS, ATTENTION, *MASKS, *_PACKED, *_NUMBERED, *TYPE_COLUMNS, "shift_labels"}
 """Columns with a value for each token, or for each sample of a pack. Other columns may be media."""
 
 _VALUED = (ATTENTION, LABELS, *MASKS, *TYPE_COLUMNS)

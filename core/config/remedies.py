@@ -84,7 +84,8 @@ has dashes.
 
 _KEY = re.compile(
     r"(?<![\w./])(?:custom\.(?:train|val)_jsonl|(?:model|swift|template|training)\."
-    r"(?!(?:parts|prompt|safetensors)\b|packing_(?!length\b))(\w+))(?!\.?\w)(: (?=true\b|false\b|\d))?"
+    r"(?!(?:parts|prompt|safetensors|arrow|[ct]sv|jinja|jsonl?|parquet|py|txt|ya?ml|zst|gz)\b|packing_(?!length\b))(\w+))"
+    r"(?!\.?\w)(: (?=true\b|false\b|\d))?"
 )
 """Pattern for a YAML key, or the same name in a fingerprint, and the colon before its value."""
 

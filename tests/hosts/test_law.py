@@ -332,6 +332,51 @@ def test_sigterm_saves_a_checkpoint_from_which_the_run_goes_on(host, tmp_path, c
     assert whole[:3] == first
 
 
+def test_nothing_comes_between_sigterm_and_the_end(tmp_path, monkeypatch):
+    """Neither an evaluation, nor a second save of the checkpoint; a later `train` ends the plan."""
+    by_epoch = {"save_strategy": "epoch", "eval_strategy": "epoch", "eval_dataset": ROWS, "eval_plan": PLAN}
+    trainer, saved = fresh_trainer(tmp_path, **by_epoch), []
+    save = trainer._save_checkpoint
+    monkeypatch.setattr(
+        trainer, "_save_checkpoint", lambda *given: (saved.append(trainer.state.global_step), save(*given))
+    )
+
+    train_with(trainer, on_step_begin=kill_in_third_step)
+
+    assert [3] == saved
+    assert not [entry for entry in trainer.state.log_history if "eval_loss" in entry]
+    trainer.train(resume_from_checkpoint=True)
+    assert (False, 4) == (trainer.was_terminated, trainer.state.global_step)
+
+
+def test_a_process_that_a_callback_forks_ends_by_sigterm(tmp_path):
+    """As it would without a plan; a pool of `multiprocessing` waits for this when it ends."""
+    ended = []
+
+    def fork(_):
+        if child := os.fork():
+            ended.append(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+        else:
+            os.kill(os.getpid(), signal.SIGTERM)
+            os._exit(0)
+
+    trainer = fresh_trainer(tmp_path, max_steps=1)
+    train_with(trainer, on_step_begin=fork)
+
+    assert ([-signal.SIGTERM], False) == (ended, trainer.was_terminated)
+
+
+def test_weights_alone_of_a_resumed_run_have_no_digests_to_miss(tmp_path):
+    """Training goes on from them, as the trainer allows it."""
+    train_with(fresh_trainer(tmp_path, max_steps=2))
+    train_with(fresh_trainer(tmp_path, save_only_model=True), resume=str(tmp_path / "checkpoint-2"))
+
+    trainer = fresh_trainer(tmp_path, max_steps=5)
+    trainer.train(resume_from_checkpoint=str(tmp_path / "checkpoint-4"))
+
+    assert 5 == trainer.state.global_step
+
+
 def test_a_handler_of_the_script_for_sigterm_is_kept(tmp_path):
     """It is called, and training goes on to its end."""
     called = []

@@ -155,6 +155,7 @@ def test_one_letter_off_is_found(name, data):
         ("5 of which are truncated (template.max_length): 1..5", "5 of which are truncated (--max_length): 1..5"),
         ("swift.max_length was 8, now 9; custom.val_jsonl is", "--max_length was 8, now 9; --val_dataset is"),
         ("model.safetensors in run/model.model, of python -m swift.cli.sft", None),
+        ("training.jsonl, record 3 of template.json: a file is no key, nor are training.csv and model.py", None),
         ("template.prompt was 'a', now 'training.'", None),
         ("lower training.packing_length_precompute_workers", None),
     ],
