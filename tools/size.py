@@ -72,7 +72,7 @@ def room_size(name: str, places: list[str]) -> int:
         return len(files)
     texts = [path.read_text(encoding="utf-8") for path in files]
     if name == "pages":
-        return sum(len(text.split()) for text in texts)
+        return sum(any(map(str.isalnum, word)) for text in texts for word in text.split())
     return sum(len(text.splitlines()) if name == "tests" else code_lines(text) for text in texts)
 
 
