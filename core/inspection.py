@@ -337,7 +337,8 @@ def describe_training(
     alone = verb_for(len(long), "is a pack of its own", "are packs of their own")
     steps = f"{counted(schedule.steps_per_epoch, 'step')} an epoch, {schedule.total_steps:,} in all"
     if schedule.epochs_differ:
-        own = f"{counted(schedule.num_epochs, 'epoch')} with plans of their own"
+        number = schedule.num_epochs
+        own = f"{counted(number, 'epoch')}{verb_for(number, '', ', each with its own plan')}"
         steps = f"{counted(schedule.total_steps, 'step')} in all, over {own},"
     per_rank, ranks = size * schedule.gradient_accumulation_steps, counted(schedule.world_size, unit)
     batch = f"{counted(schedule.world_size * per_rank, 'pack' if packed else 'sample')} a step"
@@ -520,7 +521,7 @@ def _count_by_source(
     plan: RawPlan, table: Table, media: MediaTable, owners: IntArray, num_sources: int
 ) -> dict[str, NDArray[np.int64]]:
     """
-    Return `SourceSummary` field -> value of each source; shape (num_sources,).
+    Return a dict of `SourceSummary` field -> its values, one for each source.
 
     *owners* contains the source index of each record; shape (num_records,).
     """

@@ -38,7 +38,7 @@ _DRAWN_PACKS, _WIDTH, _BAR = 24, 640, 9
 """Number of packs in a drawing, width of the drawing, and height of a pack; sizes in pixels."""
 
 _DRAWN_SAMPLES = 4000
-"""Maximum number of samples in the drawings of the first packs."""
+"""Maximum number of samples that all drawings of the first packs show together."""
 
 COLOURS = ("#0072b2", "#e69f00", "#009e73", "#cc79a7", "#56b4e9", "#d55e00")
 

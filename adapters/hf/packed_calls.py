@@ -225,7 +225,8 @@ def _is_generation(given: dict[str, Any]) -> bool:
 
 def _is_cache(value: Any) -> bool:
     """
-    Return whether an argument is a cache: an object, or a tuple of each layer's keys and values.
+    Return whether an argument is a cache: an object of a cache class, or a tuple with the keys and
+    values of each layer.
     """
     if isinstance(value, (tuple, list)):
         return any(isinstance(one, (tuple, list)) and all(isinstance(k, torch.Tensor) for k in one) for one in value)

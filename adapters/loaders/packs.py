@@ -104,7 +104,7 @@ class RowsOfPacks(Dataset[PackOfRows]):
         Return the rows of pack *pack*: from `read_row`, or unchanged if there is a collator.
 
         Raises:
-            ArgumentError: A row is not one sample.
+            ArgumentError: A row is padded or is not one sample.
             StaleError: The length of a row differs from its planned length, or the row has changed
                 since it was first read.
         """
@@ -125,7 +125,7 @@ class RowsOfPacks(Dataset[PackOfRows]):
             num_workers: Number of processes that read rows; useful if reading a row computes it.
 
         Raises:
-            ArgumentError: A row is not one sample, or no row has a supervised token.
+            ArgumentError: A row is padded or is not one sample, or no row has a supervised token.
             StaleError: The length of a row differs from its planned length.
         """
         self.take_facts(facts := self.source.read_facts(num_workers=num_workers))

@@ -6,7 +6,7 @@ processor (`pixel_values`, `image_grid_thw`, …). Rows of another form need a c
 own.
 
 Given labels are not changed. Without labels, each token is its own label, unless a mask of TRL
-excludes it from the loss. `read_row` refuses a row that is not one sample.
+excludes it from the loss. `read_row` refuses a row that is padded or not one sample.
 
 In preference data, a sample is a pair of a chosen and a rejected answer, or a row with one answer.
 From n pairs, TRL's collator makes 2 n rows, the chosen answers first.
@@ -141,7 +141,7 @@ class RowSource:
             world_size: Number of ranks that divide the rows.
 
         Raises:
-            ArgumentError: A row is not one sample.
+            ArgumentError: A row is padded or is not one sample.
         """
         num = len(self.rows)
         share = range(num)[rank * num // world_size : (rank + 1) * num // world_size]

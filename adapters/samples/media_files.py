@@ -190,7 +190,7 @@ def _read_frame_files(frames: Sequence[str]) -> VideoFacts:
         digest.update(size.to_bytes(8, "little") + head)
     ((width, height),) = sizes
     if width * height > MAX_PIXELS:
-        message = f"the frame {frames[0]} is {width:,} x {height:,}, but may have {MAX_PIXELS:,} pixels: shrink it"
+        message = f"the frame {frames[0]} is {width:,} x {height:,}, above {MAX_PIXELS:,} pixels: shrink it"
         raise ValueError(message)
     return VideoFacts(total, width, height, len(frames), Fraction(0), _digest_to_int(digest.digest()))
 
@@ -274,7 +274,7 @@ class _Container:
 
     def _refuse_size(self, width: int, height: int) -> None:
         if not 0 < width * height <= MAX_PIXELS:
-            raise self._refusal(f"has frames of {width:,} x {height:,}, but may have {MAX_PIXELS:,} pixels: shrink it")
+            raise self._refusal(f"has frames of {width:,} x {height:,}, above {MAX_PIXELS:,} pixels: shrink it")
 
     def _refuse_seconds(self, seconds: float) -> None:
         if seconds > self.max_seconds:

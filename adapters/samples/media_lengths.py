@@ -227,7 +227,7 @@ def _resized_frame_size(height: int, width: int, factor: int, least: float, most
     Return a frame's height and width after the resize of qwen_vl_utils, which may raise ValueError.
     """
     if most < least:
-        message = f"frames need at least {least:,.0f} pixels, but may have {most:,.0f}: lower template.video_min_pixels"
+        message = f"frames need at least {least:,.0f} pixels, and may have {most:,.0f}: lower template.video_min_pixels"
         raise ValueError(message)
     try:
         rows, columns = vision_process.smart_resize(height, width, factor, least, most)

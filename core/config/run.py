@@ -397,7 +397,7 @@ class TrainingConfig:
     """Maximum images in a pack. A sample with more images is a pack by itself."""
 
     packing_allow_single_long: bool = key(True, plan=True)
-    """Make samples of at least the packing length packs by themselves. `false` skips them."""
+    """Put each sample of at least the packing length into a pack by itself; `false` skips it."""
 
     eval_packing: bool | None = key(None, plan=True)
     """
@@ -458,8 +458,9 @@ class TrainingConfig:
         1, neither=TRAINS, check=must(lambda size: size == "auto" or size >= 1, "at least 1, or auto"), stream="refused"
     )
     """
-    Number of ranks that share each pack and count as one rank of the plan. `auto`: only long packs
-    are shared, by the fewest ranks (a power of two) with at most the packing length each.
+    Number of ranks that share each pack and count as one rank of the plan. With `auto`, only
+    long packs are shared, each by the smallest power of two of ranks that leaves every rank at most
+    as many tokens as the packing length.
     """
 
     max_sequence_parallel_size: int | None = key(

@@ -26,7 +26,7 @@ MAX_UNITS = 256
 
 
 _EFFORTS = 3
-"""Multiple of the effort of `auto` that a search may spend before the linear relaxation."""
+"""How many times the effort of `auto` a search may spend before the linear relaxation."""
 
 _STEPS_OF_A_GAP = 250_000_000
 """

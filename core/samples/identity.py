@@ -3,7 +3,7 @@ Digests of records, which identify a record by its content, in whatever file it 
 
 Two records are the same if their JSON values are equal. The order of keys, whitespace and the
 format of the file do not matter. A key whose value is `null` counts as absent, since tables store
-absent values as null. Of an image inside a record, only its size and its first bytes are digested,
+absent values as null. Only the size and the first bytes of an image inside a record are digested,
 as for image files. A signed URL is digested without its signature, which changes over time.
 """
 

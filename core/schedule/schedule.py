@@ -475,8 +475,8 @@ class EpochSchedule:
 
     def _total_where_epochs_differ(self, first_steps: int) -> int:
         """
-        Return `total_steps` if epochs differ, given the number of steps left in the epoch of
-        `start`.
+        Return `total_steps` if epochs differ. *first_steps* is the number of steps in the epoch of
+        `start`: those that are done and those that are left.
         """
         start, wanted = self.start, Fraction(str(self.num_train_epochs))
         whole, share = divmod(wanted, 1)

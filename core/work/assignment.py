@@ -290,6 +290,6 @@ def _exchange(held: IntArray, active: IntArray, works: IntArray, *, swaps: NDArr
 
 
 def _block_slices(num: int, width: int) -> Iterator[slice]:
-    """Yield slices that cut *num* rows of *width* numbers into blocks of about `_BLOCK`."""
+    """Yield slices of *num* rows of *width* numbers, with at most `_BLOCK` numbers or one row each."""
     size = max(1, _BLOCK // width)
     return (slice(start, start + size) for start in range(0, num, size))

@@ -247,4 +247,4 @@ def test_the_start_of_a_run_says_who_shares_packs_and_whether_epochs_differ():
     assert rows[0]["shared"] == (
         "1 on 1 rank, 1 on 2 ranks, 1 on 4 ranks; 8 slots an epoch; no rank computes more than 9 tokens at once"
     )
-    assert rows[1]["training"].startswith("6 steps in all, over 2 epochs with plans of their own, on 1 rank;")
+    assert rows[1]["training"].startswith("6 steps in all, over 2 epochs, each with its own plan, on 1 rank;")

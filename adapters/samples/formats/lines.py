@@ -85,7 +85,7 @@ class LinesFile(RecordFile):
         start, end, _ = self.spans[row].tolist()
         if end - start > LONGEST_PARSED:
             several = "write each record on one line if it holds several, and" if len(self) == 1 else "write"
-            reason = f"the {self.unit} has {counted(end - start, 'byte')}, but may have {LONGEST_PARSED:,}"
+            reason = f"the {self.unit} has {counted(end - start, 'byte')}, but may have at most {LONGEST_PARSED:,}"
             raise ValueError(f"{reason}: {several} images to files")
         return _parse_record(b"".join(self._read_text(start, end)))
 

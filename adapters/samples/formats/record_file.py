@@ -209,7 +209,7 @@ class RecordFile:
         except ValueError as error:
             raise RecordError(str(self.location(row)), str(error)) from None
         if self.max_bytes is not None and (size := _text_size(value)) > self.max_bytes:
-            reason = f"the {self.unit} has {counted(size, 'byte')} of text, but may have {self.max_bytes:,}"
+            reason = f"the {self.unit} has {counted(size, 'byte')} of text, but may have at most {self.max_bytes:,}"
             raise RecordError(str(self.location(row)), f"{reason}: shorten it, or raise custom.max_line_bytes")
         return value
 
