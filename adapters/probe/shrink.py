@@ -44,7 +44,10 @@ _FIRST_LAYER_KEYS = re.compile(r"^(first_k_dense_replace|num_dense_layers|moe_la
 
 
 _SHORT = (8, 16, 32)
-"""Numbers of tokens to try for a setting that may be a length; the smallest one that the model accepts is used."""
+"""
+Numbers of tokens to try for a setting that may be a length; the smallest one that the model accepts
+is used.
+"""
 
 _REACHED = LONGEST // 2
 """Limit above which a number may be a length that the probe's samples do not reach."""

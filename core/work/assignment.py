@@ -290,6 +290,6 @@ def _exchange(held: IntArray, active: IntArray, works: IntArray, *, swaps: NDArr
 
 
 def _block_slices(num: int, width: int) -> Iterator[slice]:
-    """Yield slices of *num* rows of *width* numbers, with at most `_BLOCK` numbers or one row each."""
+    """Yield slices of *num* rows of *width* numbers: one row, or at most `_BLOCK` numbers each."""
     size = max(1, _BLOCK // width)
     return (slice(start, start + size) for start in range(0, num, size))

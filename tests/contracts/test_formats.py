@@ -563,9 +563,7 @@ def test_a_long_line_is_never_in_memory_whole(tmp_path):
     tracemalloc.start()
     records = sent(opened(tmp_path / "a.jsonl", max_line_bytes=1000))
     records.digest(2)
-    with pytest.raises(
-        RecordError, match="the line has 34,000,010 bytes, but may have at most 33,554,432: write images"
-    ):
+    with pytest.raises(RecordError, match="has 34,000,010 bytes, but may have at most 33,554,432: write images"):
         records[0]
     assert {} == records[1]
     peak = tracemalloc.get_traced_memory()[1]
