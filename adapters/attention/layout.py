@@ -76,10 +76,10 @@ class Layout:
         Args:
             cu_seqlens: Starts of the blocks, and the row's end; integers of shape (blocks + 1,).
             is_causal: Whether tokens attend to no later token.
-            longest: Number of tokens of the longest block, or None if it is not known, so that
-                reading it later waits for the GPU.
-            lengths: Number of tokens of each block, or None if they are not known, so that reading
-                them later waits for the GPU.
+            longest: Number of tokens of the longest block. None if it is not known; reading it
+                later then waits for the GPU.
+            lengths: Number of tokens of each block. None if they are not known; reading them later
+                then waits for the GPU.
         """
         return cls(cu_seqlens.to(torch.int32), is_causal, longest=longest, known_lengths=lengths)
 
@@ -133,10 +133,11 @@ def read_layout(
 
     A block begins at a token that does not attend to the preceding token. A block counts as causal,
     or causal within the window, if two conditions hold. First, every token attends to the farthest
-    key that such a mask allows. It does not attend to the key beyond it, the next token, or the
-    block's last token. Second, at distances that are powers of two, the mask values of the block's
-    first and last token are those of such a mask. So the mask is evaluated at five pairs for each
-    token, and at some pairs for each block, instead of at all pairs.
+    key that such a mask allows, and not to the key before that one. No token attends to the next
+    token, or to a later last token of the block. Second, at distances that are powers of two, the
+    mask values of the block's first and last token are those of such a mask. So the mask is
+    evaluated at five pairs for each token, and at some pairs for each block, instead of at all
+    pairs.
 
     Args:
         mask_function: Mask function of the model, whose arguments are index tensors that broadcast.
@@ -144,8 +145,8 @@ def read_layout(
         window: Maximum number of tokens that a token attends to according to transformers, itself
             included; None for no limit.
         device: Device of the row.
-        row: Samples of the row. Known lengths of samples are compared with the mask first, which
-            waits for the device once.
+        row: Samples of the row. If their lengths are known, blocks of these lengths are compared
+            with the mask first; the comparison waits for the device once.
     """
     zero = torch.zeros((), dtype=torch.long, device=device)
     tokens = torch.arange(length, device=device)

@@ -214,8 +214,8 @@ def read_row(position_ids: torch.Tensor | None, attention_mask: torch.Tensor | N
         attention_mask: Mask of the call, or None. With a mask, text positions may be missing.
 
     Returns:
-        The row, perhaps with a single sample. The result is None for several rows, for positions
-            without text positions, or for a row with padding.
+        The row, perhaps with a single sample. The result is None for several rows, for a row with
+            padding, or for a mask and positions without text positions.
 
     Raises:
         PackplanError: Multimodal positions lack the row of text positions, and there is no mask.

@@ -1,5 +1,5 @@
 """
-Sharing of rows by ranks, for which `share_rows` makes a model compute this rank's part of each row.
+Sharing of rows by ranks: `share_rows` makes a model compute only this rank's part of each row.
 
 All ranks of a group call the model with the same row. Before the decoder, the row is divided, and
 each rank continues with its own tokens. Only attention needs all tokens, which the ranks exchange

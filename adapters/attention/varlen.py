@@ -36,8 +36,8 @@ log = logging.getLogger(__name__)
 
 _HEAD_SIZE, _HEAD_STEP = 256, 8
 """
-Largest head size of torch's variable-length kernel, and number of which each head size has to be a
-multiple.
+Largest head size that torch's variable-length kernel supports; a head size also has to be a
+multiple of the second number.
 """
 
 _CAPABILITY = (8, 0)
@@ -67,7 +67,7 @@ def build_mask(
     Return the layout of a packed row, or the mask of transformers' sdpa for other inputs.
 
     The arguments are those that transformers passes to functions of `AttentionMaskInterface`. A
-    packed row is a batch of one row without padding and cached keys, whose mask is not a single
+    packed row is a batch of one row without padding or cached keys, whose mask is not a single
     causal triangle. If ranks share a row, the result is the layout of the whole row. If a model
     prepares its mask twice, the second call returns the layout unchanged.
     """

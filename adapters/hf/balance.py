@@ -103,8 +103,8 @@ def balance(
             microbatch by itself.
         logprob_max_tokens: Maximum number of tokens of a forward pass without gradients, which
             computes old or reference log-probabilities; None uses *max_tokens*.
-        padded: Whether padding counts as tokens: a microbatch then has its number of rows times the
-            length of its longest row. Set *padded* for models without `unpad`.
+        padded: Whether padding counts: the tokens of a microbatch are then its number of rows times
+            the length of its longest row. Set *padded* for models without `unpad`.
         algorithm: Packing algorithm, a name in `core.packers.ALGORITHMS`; not used if *padded*.
         length_multiple: Multiple to which the tokens of each row are rounded up when counted.
         move_rows: Whether rows may move between ranks.

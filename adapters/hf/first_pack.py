@@ -54,7 +54,7 @@ class LocalAccelerator:
 
 def require_pack_as_alone(trainer: Any, batches: list[Mapping[str, Any]], num_items: Any) -> None:
     """
-    Check that the batch with the most samples trains like each of these samples alone.
+    Check that the batch with the most samples has the loss and gradients of its samples alone.
 
     Every rank has to call this function.
 

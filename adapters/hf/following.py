@@ -334,7 +334,7 @@ class ComputesPacks:
             super()._track_num_input_tokens(inputs)  # type: ignore[misc]  # of the trainer's class
 
     def _compute_acc(self, *args: Any, **options: Any) -> None:
-        """Compute token accuracy as ms-swift does, unless ranks share only some of the rows."""
+        """Compute token accuracy as ms-swift does, but none if ranks share only some rows."""
         if self.row_groups is None or self.row_groups.packing_length is None:
             super()._compute_acc(*args, **options)  # type: ignore[misc]  # of ms-swift's trainer
 

@@ -64,7 +64,7 @@ def refuse_misuse(trainer: Any, plan: Any, eval_plan: Any) -> None:
     elif named not in {None, "SFTTrainer", *_PREFERENCE}:
         fact = f"{type(trainer).__name__} makes batches that no plan can replace: use packplan.hf.unpad(trainer.model)"
     elif isinstance(trainer.eval_dataset, dict) and eval_plan is not None:
-        fact = "eval_dataset is a dict of data sets, but eval_plan is a plan of one: leave eval_plan out"
+        fact = "eval_dataset is a dict of data sets, but eval_plan is for one data set: leave it out"
     elif trainer.train_dataset is None or (trainer.eval_dataset is None and eval_plan is not None):
         missing = "train_dataset" if trainer.train_dataset is None else "eval_dataset"
         fact = f"the trainer has no {missing}, whose rows would be packed: build the trainer with {missing}=…"
@@ -93,7 +93,7 @@ def changed_meanings(args: Any, plan: Plan, schedule: EpochSchedule) -> Iterator
         yield text
     rows, steps = args.per_device_train_batch_size, schedule.total_steps
     if rows > 1:
-        yield f"each rank trains {rows} packs a step instead of {rows} rows: per_device_train_batch_size=1 trains one"
+        yield f"per_device_train_batch_size={rows} trains {rows} packs instead of a batch of {rows} rows: 1 trains one"
     limit = getattr(args, "max_length", None)  # an argument of TRL
     if limit and (at_limit := int((plan.lengths == limit).sum())):
         yield f"TRL may have truncated {counted(at_limit, 'row')} to {limit:,} tokens: max_length=None keeps rows whole"

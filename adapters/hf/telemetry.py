@@ -47,9 +47,7 @@ class LogsPacks(TimesSteps):
     """Function that returns statistics of the packs of an epoch."""
 
     evaluates_packs = True
-    """
-    Whether the evaluation counts packs as samples, so that its samples per second are left out.
-    """
+    """Whether the evaluation counts packs as samples; its samples per second are then left out."""
 
     _stats: EpochStats | None = None
     _epoch_start, _logged_until, _waited = 0, 0, 0.0

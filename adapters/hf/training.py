@@ -66,10 +66,11 @@ def use_plan(
 
     A batch is one pack. The trainer's own collator pads the samples of the pack, and the model
     leaves the padding out (see `unpad`). A step trains as many packs as it would train rows without
-    a plan. With a `per_device_train_batch_size` of 8, for example, each rank accumulates eight
-    packs. The schedule depends on `per_device_train_batch_size`, `gradient_accumulation_steps`,
-    `num_train_epochs`, `max_steps`, `data_seed` (else `seed`) and `dataloader_drop_last`. Settings
-    that have another effect under a plan are logged as warnings.
+    a plan. With a `per_device_train_batch_size` of 8, for example, each rank computes eight packs,
+    one after the other, in place of each batch of eight rows. The schedule depends on
+    `per_device_train_batch_size`, `gradient_accumulation_steps`, `num_train_epochs`, `max_steps`,
+    `data_seed` (else `seed`) and `dataloader_drop_last`. Settings that have another effect under a
+    plan are logged as warnings.
 
     The loss of a step is the mean over the supervised tokens of all its batches on all ranks. With
     preference data, the loss is the mean over pairs of answers; with KTO, over rows.
@@ -90,8 +91,9 @@ def use_plan(
             loss is then the mean over supervised tokens, or over pairs. None keeps the trainer's
             own evaluation.
         sequence_parallel_size: Number of neighbouring ranks that share each row of packed samples.
-            With `auto`, a long pack is shared by the smallest power of two of ranks that can hold
-            it, and every other pack has one rank.
+            With `auto`, a pack longer than the packing length is shared by 2, 4, 8 … ranks: the
+            fewest with which no rank has more tokens than the packing length. Every other pack is
+            trained by one rank.
         max_sequence_parallel_size: Maximum number of ranks that share a pack under `auto`. None
             takes the largest power of two that divides the number of ranks.
         check: Whether a pack is compared with its samples alone before the first step, by the

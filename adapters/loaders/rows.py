@@ -340,7 +340,7 @@ class RowFacts:
 
 
 def require_supervised_rows(supervised: IntArray) -> None:
-    """Log the number of samples without supervised tokens; ArgumentError if all have none."""
+    """Log the number of samples without supervised tokens; ArgumentError if no sample has any."""
     unsupervised = int((supervised == 0).sum())
     if unsupervised == supervised.size > 0:
         fact = f"none of {counted(supervised.size, 'sample')} has a supervised token: all labels are {IGNORED_LABEL}"
@@ -397,7 +397,7 @@ def read_row(row: Row, index: int | None = None) -> Row:
         raise ArgumentError("host", f"{fact}: leave padding out of the rows before you plan them", {"row": index})
     several = None if columns <= {TOKENS, LABELS} else _multi_sample_column(row, columns, tokens.size)
     if by := ATTENTION if attention.size and attention.max() > 1 else several:
-        fact = f"{name} holds several samples by its {by}, which would attend to each other: give each a row of its own"
+        fact = f"{name} holds several samples, as its {by} shows: give each sample a row, or they attend to each other"
         raise ArgumentError("host", fact, {"row": index, "column": by})
     labels = given.pop(LABELS, None)
     if labels is None:

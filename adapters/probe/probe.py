@@ -49,7 +49,8 @@ log = logging.getLogger(__name__)
 
 LENGTHS = (33, 3, LONGEST, 51)
 """
-Number of tokens of each sample that the probe packs: more and fewer than windows and kernels have.
+Number of tokens of each sample that the probe packs, above and below the lengths of windows and
+kernels.
 """
 
 _ROUNDS = 4
@@ -72,8 +73,8 @@ def probe_small_copy(
         config: Configuration (of transformers) of the user's model.
         attn_impl: Value of `model.attn_impl`.
         trust_remote_code: Whether Python code in the model's folder may run.
-        on_cpu: Whether the model trains on a CPU. False probes attentions that run only on a GPU on
-            this GPU.
+        on_cpu: Whether the model trains on a CPU. If False, attentions that need a GPU are probed
+            on the GPU.
     """
     return SmallProbe(config, trust_remote_code=trust_remote_code, on_cpu=on_cpu).verdict(attn_impl)
 
@@ -313,7 +314,7 @@ def _find_short_lengths(config: Any, build: Callable[..., Any]) -> NewValues:
     shrinks.
 
     Raises:
-        ModelError: A number cannot shrink, and is not a size of weights.
+        ModelError: A number that may be a length cannot shrink, and is not a size of weights.
     """
     text = config.get_text_config()
     part = next((name for name in config.sub_configs if getattr(config, name, None) is text), None)

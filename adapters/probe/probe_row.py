@@ -232,7 +232,7 @@ def probe_images(model: Any, *, native: str) -> ProbeResult:
     Compare features of images that are computed in one pass with the features of each image alone.
 
     Args:
-        model: Model of transformers that takes images, whose attention keeps packed images apart.
+        model: Vision model of transformers, whose attention keeps packed images apart.
         native: Attention of transformers that computes images alone.
     """
     *others, last = _draw_images(model)

@@ -77,7 +77,7 @@ class PackedBatch:
         Read a packed batch, and find where its samples begin.
 
         Args:
-            batch: Arguments of the model, of packed rows.
+            batch: Arguments of the model for packed rows, perhaps with labels.
             starts: First token of each sample. None takes the tokens at which `position_ids`
                 restart. Without position ids, each of several rows is a sample.
 

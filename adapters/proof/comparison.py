@@ -240,8 +240,8 @@ def compare(found: Outcome, expected: Outcome, *, median: bool = False) -> Compa
     Args:
         found: Outcome of packed samples.
         expected: Outcome of the same samples alone.
-        median: Whether to compare each sample's median token difference instead of the largest one,
-            and no losses; see `experts_may_differ`.
+        median: Whether to compare each sample's median token difference instead of the largest one.
+            Losses are then not compared; see `experts_may_differ`.
     """
     by_weight = difference_norms(found.gradients, expected.gradients)
     difference = math.hypot(*by_weight.values())

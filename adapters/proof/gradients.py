@@ -112,8 +112,8 @@ class WatchedPass:
 
     sources: list[tuple[GradientEdge, int | None]] = attrs.field(factory=list)
     """
-    Gradient edges of recorded inputs: embeddings of all tokens, with None, and pixels, with the
-    index of their sample.
+    Gradient edge of each recorded input, paired with None for embeddings of all tokens, or with the
+    sample's index for pixels.
     """
 
     def logit_dependences(self, logits: torch.Tensor, readers: Iterable[int] | None = None) -> Iterator[Dependence]:
@@ -129,7 +129,7 @@ class WatchedPass:
         """
         result = TensorNode.from_value(logits, self.packed.shape)
         if result is None:
-            reason = "the model's logits have no gradient, so a leak cannot be measured: load it without quantisation"
+            reason = "the model's logits have no gradient, so a leak cannot be measured: load the model unquantised"
             raise ModelError("probe", reason)
         if not self.sources:
             raise ModelError("probe", "the model embeds tokens outside of any module, so a leak cannot be measured")

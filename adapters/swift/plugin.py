@@ -194,7 +194,7 @@ class _PlannedPipeline:
             text += f". To train longer rows, raise --max_length, and set --packing_length {arguments.packing_length}"
             if name == "training" and number > self.max_left_out * num_rows:
                 percent = math.ceil(100 * number / num_rows)
-                raise DataSetError(f"{text}; packplan plugin swift --allow-left-out {percent} leaves these rows out")
+                raise DataSetError(f"{text}; packplan plugin swift --allow-left-out {percent} trains without them")
         report(f"warning: {text}")
 
     def pack(self, pipeline: Any, data_sets: list[Any]) -> list[Any]:

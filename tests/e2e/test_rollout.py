@@ -212,7 +212,7 @@ def test_long_samples_are_logged_one_by_one(write_rollout, text_jsonl, caplog, a
     assert (len(fills), allowed) == (end["epoch_packs"], end["epoch_long_pack_share"] > 0)
     lines = [line for line in caplog.messages if says in line]
     assert len(lines) >= end[counted] > 0
-    assert all(f"{text_jsonl}, line " in line and "but a pack holds 50" in line for line in lines)
+    assert all(f"{text_jsonl}, line " in line and "at least the packing length of 50" in line for line in lines)
 
 
 def test_a_stream_that_its_steps_end_says_what_it_lost(write_rollout, caplog):

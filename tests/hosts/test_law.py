@@ -245,7 +245,7 @@ def test_a_step_has_as_many_packs_as_it_had_rows(tmp_path, caplog):
     assert -(-len(PLAN.packs) // 12) == schedule.steps_per_epoch
     assert (1, 12) == (trainer.args.per_device_train_batch_size, trainer.args.gradient_accumulation_steps)
     told = (
-        "each rank trains 4 packs a step instead of 4 rows",
+        "trains 4 packs instead of a batch of 4 rows",
         "save_steps",
         "eval_steps",
         "warmup_steps",

@@ -18,7 +18,7 @@ from packplan.core.errors import ArgumentError, StaleError
 
 IDS = [5, 6, 7, 8]
 
-SEVERAL = "holds several samples by its"
+SEVERAL = "holds several samples, as its"
 
 NO_SAMPLES = [
     ("padding: attention_mask is 0 at 2 of its 4 tokens", {"attention_mask": [1, 1, 0, 0]}),

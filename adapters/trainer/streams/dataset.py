@@ -176,7 +176,7 @@ class StreamDataset(IterableDataset[StreamedPack | ReaderEnd | PackplanError]):
         level, outcome = logging.WARNING, "skipped; training.packing_allow_single_long: true trains it"
         if self.options.allow_single_long:
             level, outcome = logging.INFO, "a pack of its own"
-        holds = f"{length:,} tokens, but a pack holds {self.options.packing_length:,}"
+        holds = f"{length:,} tokens, at least the packing length of {self.options.packing_length:,}"
         log.log(level, "%s: %s: %s", self._record_location(item), holds, outcome)
 
 
