@@ -16,9 +16,8 @@ loads if the step's number of microbatches divides this number.
 
 _CLASSES = 8
 """
-Divisor that gives the width of a length class, in tokens per rank: the smallest shared pack's
-tokens per rank, divided by this number. Shared packs of the same class are placed next to each
-other.
+Divisor of the tokens per rank of the smallest shared pack; the quotient is the width of a length
+class. Shared packs of the same class are placed next to each other.
 """
 
 
@@ -68,7 +67,7 @@ class AlignedPlan(HasPacks):
 
     tokens: IntArray | None = attrs.field(default=None, eq=attrs.cmp_using(eq=np.array_equal), repr=False)
     """
-    Number of tokens of each pack of the raw plan, by which shared packs are sorted; None leaves
+    Number of tokens of each pack of the raw plan, used to sort shared packs by length; None leaves
     shared packs in plan order.
     """
 
@@ -189,13 +188,13 @@ def lay_out_slots(degrees: IntArray, world_size: int, tokens: IntArray | None = 
 
     Ranks wait for the slowest pack of a microbatch, so packs that take about equally long are
     placed next to each other. Packs are sorted by descending degree, which also makes every
-    microbatch full. Shared packs of the same degree are sorted by descending length class. Each
-    group of microbatches is then moved to the position that one of its packs has in the epoch's
-    order. The slots do not depend on the number of microbatches in a step.
+    microbatch full. Shared packs of the same degree are sorted by descending length class. Groups
+    of microbatches are then sorted by the position of one of their packs in the epoch's order. The
+    slots do not depend on the number of microbatches in a step.
 
     Args:
         degrees: Number of slots of each pack, in the order of the epoch: powers of two that divide
-            *world_size*. The sum of all slots is a multiple of *world_size*.
+            *world_size*. Their sum, the number of slots, is a multiple of *world_size*.
         world_size: Number of slots in a microbatch, one for each rank.
         tokens: Tokens of each pack, in the order of the epoch. None skips the sorting by length.
 

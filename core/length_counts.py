@@ -4,8 +4,8 @@ Number of samples of each length, and packing by best fit or first fit over thes
 The cost of planning grows with the number of distinct lengths, not with the number of samples.
 
 Index 0 is the longest length. Samples of one length are packed in their input order. An algorithm
-writes a `PackingTrace` over indices of lengths. Only `PackingTrace.packs` processes single samples,
-in passes over cache-sized blocks.
+writes a `PackingTrace`, whose entries name lengths by their indices. Only `PackingTrace.packs`
+processes single samples, in passes over cache-sized blocks.
 
 Best fit and first fit place the longest samples first. A bin that gets a sample keeps getting
 samples of the same length until they no longer fit: in first fit, it remains the first bin that
@@ -36,7 +36,7 @@ class LengthCounts:
     """Distinct lengths in tokens, longest first."""
 
     counts: list[int]
-    """Number of samples of each length, >= 1 from `from_lengths`."""
+    """Number of samples of each length; `from_lengths` counts at least 1 for each."""
 
     @classmethod
     def from_lengths(cls, lengths: IntArray) -> LengthCounts:
@@ -52,8 +52,8 @@ class LengthCounts:
 
 def _table_limit(lengths: IntArray) -> int:
     """
-    Return the largest length up to which a table indexed by length is small compared with the
-    samples.
+    Return the largest length for which a table with one entry per length needs little memory
+    compared with *lengths*.
     """
     return 65_536 + lengths.size // 4
 

@@ -21,7 +21,7 @@ of a `datasets` data set.
 IntArray = NDArray[np.int64]
 
 MOST_RANKS = 100_000
-"""Maximum number of ranks or workers, because arrays have an element for each of them."""
+"""Maximum number of ranks or workers, limited because arrays have an element for each of them."""
 
 
 def as_lengths(lengths: Lengths, *, least: int = 1) -> IntArray:
@@ -34,7 +34,7 @@ def as_lengths(lengths: Lengths, *, least: int = 1) -> IntArray:
 
     Raises:
         ArgumentError: A value is not a whole number of at least *least*, or the total exceeds 64
-            bits. The message names the first such index.
+            bits. The message has the index of the first such value.
         ArgumentError: *lengths* is not a sequence.
 
     >>> as_lengths([3, 1, 2]).tolist()
@@ -156,7 +156,7 @@ def as_whole_number(name: str, value: int, *, least: int = 1, most: int = 2**63 
         most: Highest allowed value.
 
     Raises:
-        ArgumentError: The value is not a whole number, or out of bounds. The message contains
+        ArgumentError: The value is not a whole number, or is out of bounds. The message contains
             *name*.
 
     >>> as_whole_number("packing_length", 4096)
@@ -178,7 +178,7 @@ def round_up_lengths(lengths: IntArray, multiple: int) -> IntArray:
     if lengths.size and (int(lengths.max()) + multiple) * lengths.size >= 2**63:
         total = sum(-(-length // multiple) * multiple for length in lengths.tolist())
         if total >= 2**63:
-            fact = f"lengths rounded up to multiples of {multiple:,} have 2**63 tokens or more"
+            fact = f"lengths rounded up to multiples of {multiple:,} have 2**63 tokens or more in total"
             raise ArgumentError("length", fact, {"multiple": multiple})
     return -(-lengths // multiple) * multiple
 
@@ -209,7 +209,7 @@ def as_works(works: Any, num: int, *, items: str = "packs") -> NDArray[np.float6
         items: Name of the items in the error, in the plural.
 
     Raises:
-        ArgumentError: The number of works differs, or one is negative or not finite.
+        ArgumentError: There are not *num* works, or a work is negative or not finite.
     """
     try:
         array = _as_array(works).astype(np.float64, copy=False)
@@ -217,7 +217,7 @@ def as_works(works: Any, num: int, *, items: str = "packs") -> NDArray[np.float6
         fact = f"the work of {items} has to be a list of finite numbers of at least 0, not {type(works).__name__}"
         raise ArgumentError("works", fact, {"num": num, "num_works": 0}) from None
     if array.shape != (num,):
-        fact = f"works and {items} differ in number ({array.size:,} and {num:,}): give one work for each"
+        fact = f"works and {items} differ in number ({array.size:,} and {num:,}): give one work for each of the {items}"
         raise ArgumentError("works", fact, {"num": num, "num_works": array.size})
     wrong = np.flatnonzero(~((array >= 0) & np.isfinite(array)))
     if wrong.size:

@@ -207,7 +207,7 @@ def as_packs(value: AnyPacks) -> Packs:
         value: The packs, or an object with an attribute `packs`, such as a `Plan` or `RawPlan`.
 
     Raises:
-        ArgumentError: *value* is not packs and has no packs.
+        ArgumentError: *value* is neither packs nor an object that has packs.
         ArgumentError: A sample index is not a whole number from 0.
 
     >>> as_packs(np.array([[0, 2], [1, 3]]))
@@ -223,8 +223,8 @@ def as_packs(value: AnyPacks) -> Packs:
 
 def plan_checksum(packs: AnyPacks, *, lengths: Lengths | None = None) -> str:
     """
-    Return the SHA-256 hex digest of *packs*, which covers the sample indices and both orders: of
-    packs, and of samples in a pack.
+    Return the SHA-256 hex digest of *packs*, which covers the sample indices, the order of packs,
+    and the order of samples in each pack.
 
     The hashed bytes are a format line, the offsets and indices of `Packs` as little-endian int64,
     and *lengths* if given. The digest is the same on all machines and in all processes.

@@ -1,6 +1,6 @@
 """
-Planning: from the lengths of samples to a raw plan, with long samples, packs, the fill filter and
-the order of packs.
+Planning: from the lengths of samples to a raw plan. Long samples are planned first. Packs are then
+made, filtered by their fill, and ordered.
 """
 
 from __future__ import annotations
@@ -84,7 +84,8 @@ class RawPlan(HasPacks):
 
     lower_bound: int
     """
-    Proven number of packs before the fill filter and without skipped samples: no plan has fewer.
+    Lower bound on the number of packs, before the fill filter: no plan of the samples that are not
+    skipped has fewer packs.
     """
 
     bound_kind: BoundKind
@@ -160,8 +161,9 @@ def build_raw_plan(
             None derives the work from the lengths.
         images: Number of images of each sample; needed if the policy has `max_images`.
         quick_bound: Compute a lower bound without a search, for plans that are only compared. If
-            false, a bound is searched with effort in proportion to the plan, or without limit for
-            `certified`. The packs are the same in both cases.
+            false, a search computes the bound. Its limit of steps grows with the number of samples;
+            `certified` without `max_images` has no such limit. The packs are the same in both
+            cases.
         report: Called with a progress message.
         fields: Fields of `PlanPolicy` that replace the same fields of *policy*, such as
             `packing_length`, `algorithm` or `min_fill_ratio`.

@@ -153,7 +153,8 @@ class PlanPolicy:
 
     def fingerprint(self, lengths_digest: str) -> Fingerprint:
         """
-        Return the fingerprint of the raw plan of stored lengths.
+        Return the fingerprint of the raw plan that this policy makes from the lengths with this
+        digest.
 
         Fields that cannot change the packs are left out.
 

@@ -11,7 +11,7 @@ import attrs
 import binpacking
 import numpy as np
 
-from packplan.core.errors import Difference
+from packplan.core.errors import Difference, counted
 from packplan.core.fingerprint import NO_IDENTITY, Fingerprint, RunIdentity
 from packplan.core.lengths import IntArray, as_whole_number, exact_share
 
@@ -19,7 +19,7 @@ Order = Callable[[int], IntArray]
 """Function that returns the sample indices of an epoch in the order of reading."""
 
 PACKER_VERSION = str(binpacking.__version__)
-"""Version of binpacking. Other versions may make other packs, as 2.0 did compared with 1.5."""
+"""Version of binpacking. Other versions may make other packs: 2.0 and 1.5 pack differently."""
 
 RULES_VERSION = 2
 """
@@ -92,8 +92,8 @@ class StreamCounts:
 
     filled_tokens: int = 0
     """
-    Sum over all packs of their tokens, limited to the packing length, so that the pack of a long
-    sample counts as full.
+    Sum over all trained packs of a pack's tokens, limited to the packing length, so that the pack
+    of a long sample counts as full.
     """
 
     tokens: int = 0
@@ -236,7 +236,7 @@ def _pack_buffer(state: ReaderState, options: StreamOptions, *, at_end: bool) ->
     Pack the buffer; return the new state.
 
     The newest underfilled pack stays in the buffer. Older underfilled packs stay too, as long as
-    all packs in the buffer have at most half a buffer of samples. All other packs are trained;
+    all packs that stay have together at most half a buffer of samples. All other packs are trained;
     underfilled packs among them are evicted.
 
     At the end of a reader no pack stays in the buffer, and underfilled packs are dropped if
@@ -291,7 +291,8 @@ class RankState:
 
     def __attrs_post_init__(self) -> None:
         if not 0 <= self.next_reader < max(1, len(self.readers)) or self.trained < 0:
-            raise ValueError(f"reader {self.next_reader} of {len(self.readers)} is next, after {self.trained} samples")
+            given = f"reader {self.next_reader} of {len(self.readers)} is next, after {counted(self.trained, 'sample')}"
+            raise ValueError(f"a rank cannot have this progress: {given}")
 
 
 @attrs.frozen
@@ -317,8 +318,9 @@ class StreamProgress:
         sizes = (self.world_size - 1, self.readers_per_rank - 1, self.epoch, self.epoch_step, min(reads))
         if min(sizes) < 0 or self.epoch_step > self.step or not all(segment.reads for segment in self.segments):
             message = (
-                f"step {self.step}, epoch {self.epoch}, its step {self.epoch_step}, {self.world_size} ranks with "
-                f"{self.readers_per_rank} readers each, or the reads of earlier readers, do not agree"
+                f"step {self.step}, epoch {self.epoch}, epoch step {self.epoch_step}, "
+                f"{counted(self.world_size, 'rank')} with {counted(self.readers_per_rank, 'reader')} each, "
+                "and the reads of earlier readers do not agree"
             )
             raise ValueError(message)
 

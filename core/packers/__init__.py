@@ -2,10 +2,9 @@
 Packing algorithms, by name.
 
 To add an algorithm, write a function with its name in a module of this package, and an entry of
-`ALGORITHMS` that names the module. The function takes lengths, each from 1 to `capacity`,
-`capacity` by keyword, and the arguments that the entry lists in `takes`. The function returns
-`Packs` in the same order as `pack` does. `tests.laws.test_packers` tests all entries by the same
-laws.
+`ALGORITHMS` that names the module. The function takes lengths (each from 1 to `capacity`) and, by
+keyword, `capacity` and the arguments that the entry lists in `takes`. The function returns `Packs`
+in the same order as `pack` does. `tests.laws.test_packers` tests all entries by the same laws.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -173,8 +172,8 @@ def split_to_bin_count(packs: Packs, lengths: IntArray, *, minimum: int, multipl
     """
     Split packs until their number is at least *minimum* and a multiple of *multiple*.
 
-    The fullest pack of several samples is split next, into two packs of about equal load: each
-    sample, longest first, goes to the emptier pack.
+    Each time, the fullest pack that has several samples is split into two packs of about equal
+    load: each sample, longest first, goes to the emptier pack.
 
     Args:
         packs: Packs, ordered by first sample.

@@ -1,9 +1,9 @@
 """
 Packer `balanced`: packs of about equal work, at most 0.5 % more than `auto` makes.
 
-The packs are divided into groups of some thousand packs, each of which is levelled separately. Time
-and memory therefore grow linearly with the number of samples. Samples are sorted by length and work
-and assigned to the groups in turn, so that all groups have similar samples.
+The packs are divided into groups of some thousand packs, and each group is levelled separately.
+Time and memory therefore grow linearly with the number of samples. Samples are sorted by length and
+work and assigned to the groups in turn, so that all groups have similar samples.
 
 1. Start: in each group, the samples, longest first, go to the pack with the fewest tokens so far. A
    pack may exceed the capacity.
@@ -11,10 +11,10 @@ and assigned to the groups in turn, so that all groups have similar samples.
 3. Level: samples are exchanged until packs have nearly equal work (`core.packers.exchange`).
 
 In step 1, a sample with much work reserves tokens that stay empty in its pack, because a full pack
-with this sample would exceed the mean work. At most the tokens that the packs leave unused anyway
-are reserved. If step 2 fails, or if best fit needs more packs than the limit, the packs of `auto`
-are levelled instead. The packs of `auto` are made with a slightly smaller capacity if their number
-then stays within the limit.
+with this sample would exceed the mean work. Together, these samples reserve at most 80 % of the
+tokens that the packs leave unused anyway. If step 2 fails, or if best fit needs more packs than the
+limit, the packs of `auto` are levelled instead. The packs of `auto` are made with a slightly
+smaller capacity if their number then stays within the limit.
 """
 
 from bisect import bisect_left
@@ -43,14 +43,14 @@ _GROUP_SAMPLES, _GROUP_PACKS = 1 << 15, 1 << 10
 
 _LIGHT = 4
 """
-Divisor of the samples: one sample in this number has less work per token than is assumed for the
-samples that share a pack with a heavy sample.
+Samples that share a pack with a heavy sample are assumed to be light: only one sample in this
+number has less work per token.
 """
 
 _KEPT_EMPTY = (80, 40, 0)
 """
-Percentages of the unused tokens of all packs that samples with much work may reserve. The first
-percentage with which all packs fit is used.
+Percentages of all packs' unused tokens that samples with much work may reserve, in the order in
+which they are tried. The first percentage with which all packs fit is used.
 """
 
 _SHARE = 996
@@ -217,7 +217,8 @@ def _add_reserve(lengths: IntArray, units: IntArray, *, num: int, capacity: int,
 
 def _cut_reserve(wanted: IntArray, beside: IntArray, given_up: int) -> IntArray:
     """
-    Return the reserved tokens of each sample: *wanted* minus *given_up*, limited to 0 and *beside*.
+    Return the reserved tokens of each sample: *wanted* minus *given_up*, limited to the range from
+    0 to *beside*.
     """
     left: IntArray = np.clip(wanted - given_up, 0, beside)
     return left

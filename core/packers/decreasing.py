@@ -1,10 +1,10 @@
 """
-Packers that place the longest samples first, over counts of equal lengths.
+Packers that place the longest samples first, and all samples of one length together.
 
 Constant volume makes exactly the same packs as `binpacking.to_constant_volume` 2.x (with
-`weight_pos`), but without the quadratic search: the emptiest bin fits if any bin fits. The
-literature calls constant volume "worst-fit decreasing". Worst fit, best fit and first fit are
-described in Johnson, "Near-optimal bin packing algorithms" (1973).
+`weight_pos`), but without the quadratic search: a sample that fits into any bin fits into the
+emptiest one. The literature calls constant volume "worst-fit decreasing". Worst fit, best fit and
+first fit are described in Johnson, "Near-optimal bin packing algorithms" (1973).
 
 Modified first fit is described in Johnson and Garey, "A 71/60 theorem for bin packing" (1985).
 Samples are large (over half of the capacity), medium (over a third), small (over a sixth) or tiny.
@@ -105,7 +105,7 @@ def modified_first_fit_decreasing(tally: LengthCounts, *, capacity: int) -> Pack
 
 
 def _open_bins(sizes: list[int], large: int, capacity: int, trace: PackingTrace, left: list[int]) -> list[_BinRange]:
-    """Phase 1: open a bin for each sample of the *large* longest lengths, longest first."""
+    """Phase 1: open a bin for each sample of the first *large* lengths, longest first."""
     ranges = []
     first = 0
     for index in range(large):

@@ -35,8 +35,8 @@ _PACKS_PER_EXTRA = 200
 
 _FIRST_LOOSE = 40
 """
-Divisor of all tokens: at first, this part of the tokens is in loose samples, in addition to the
-samples across a cut.
+Divisor of the number of all tokens; the quotient is the number of tokens in loose samples at first,
+without the samples across a cut.
 """
 
 

@@ -3,9 +3,9 @@ Exchanges of samples between packs, so that packs fit the capacity or have equal
 
 A part of a pack is a single sample, or up to four of its samples drawn at random. All parts of all
 packs are sorted by tokens. In each round, every part is compared with the part a random number of
-places further on. The two parts have about equal tokens, so that packs stay within the capacity
-when the parts are swapped. The most useful exchanges of a round are made together, at most one for
-each pack.
+places further on. The two parts have about the same number of tokens, so that packs stay within the
+capacity when the parts are swapped. The most useful exchanges of a round are made together, at most
+one for each pack.
 
 Random numbers come from one stream, all arithmetic uses integers, and the search is limited by
 rounds instead of time. The packs are therefore the same on every machine.
@@ -55,9 +55,9 @@ at least one 4,000th of it.
 
 _IDLE_ROUNDS, _IDLE_ROUNDS_OF_A_CYCLE, _IDLE_CYCLES, _SLOW = 30, 6, 12, 1000
 """
-Limits that end a search: consecutive rounds of single samples, rounds with the same parts, and
-draws without a gain. A draw counts as without a gain if it reduces the excess by less than a
-thousandth.
+Limits that end a search: consecutive rounds of single samples without an exchange, consecutive
+rounds with the same parts without an exchange, and consecutive draws without a gain. A draw without
+a gain reduces the excess by less than a thousandth.
 """
 
 _FEW, _MANY = 500, 8
@@ -239,7 +239,10 @@ class ExchangeSearch:
         return low[made], high[made]
 
     def _draw_candidates(self, parts: _Parts, touched: NDArray[np.bool_], *, level: bool) -> tuple[IntArray, IntArray]:
-        """Return pairs of parts from unchanged packs, of which at least one still has to change."""
+        """
+        Return pairs of parts. Neither pack has changed since the parts were drawn, and at least one
+        of the two packs must change.
+        """
         scale, places = self._stream.random_raw(2).tolist()
         away = 1 + places % min(2 ** (scale % (_PLACES + 1)), max(1, parts.tokens.size - 1))
         unsettled = (self._must_change(level=level) & ~touched)[parts.packs]

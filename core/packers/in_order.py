@@ -55,7 +55,10 @@ def first_fit_shuffle(lengths: IntArray, *, capacity: int, seed: int) -> Packs:
 
 
 def _first_fit(lengths: list[int], capacity: int) -> list[int]:
-    """Return the bin of each length. A tree over the bins stores the most room below each node."""
+    """
+    Return the bin of each length. Each node of a tree over the bins stores the largest room of the
+    bins below it.
+    """
     leaves = 1
     room = [0, capacity]
     bins = []

@@ -1,6 +1,6 @@
 """
-Upper and lower bounds on the number of packs, computed from cheap to expensive until they are
-equal.
+Upper and lower bounds on the number of packs. The cheapest bounds are computed first, until an
+upper bound equals a lower bound.
 """
 
 from collections.abc import Callable
@@ -30,8 +30,8 @@ _EFFORTS = 3
 
 _STEPS_OF_A_GAP = 250_000_000
 """
-Maximum steps of linear programs per 0.1 % of the packs that they may save, about half a minute. A
-gap below 0.1 % gets as many steps as a gap of 0.1 %.
+Maximum number of steps of linear programs, about half a minute, for each 0.1 % of the packs that
+the programs may save. A gap below 0.1 % gets as many steps as a gap of 0.1 %.
 """
 
 
@@ -121,9 +121,9 @@ def _rounding_bound(sizes: IntArray, counts: IntArray, capacity: int) -> int:
 
 BoundKind = Literal["quick", "relaxation", "reached"]
 """
-Kind of a lower bound. `quick`: the highest of L2 and dual-feasible functions. `relaxation`: the
-linear relaxation over patterns, if its bound is higher. `reached`: a packing has exactly this
-number of packs, so both the bound and the packing are optimal.
+Kind of a lower bound. `quick`: the highest bound of L2 and the dual-feasible functions.
+`relaxation`: the linear relaxation over patterns, if its bound is higher. `reached`: a packing has
+exactly this number of packs, so both the bound and the packing are optimal.
 """
 
 

@@ -45,8 +45,8 @@ _SCALE, _SMOOTHING, _TINY = 1 << 40, 0.8, 1e-9
 
 _STEPS_OF_A_PROGRAM, _STEPS_OF_A_BIN, _STEPS_OF_A_COLUMN, _STEPS_OF_A_PIVOT = 20_000, 50, 10, 150
 """
-Steps that four operations count: grouping sizes, filling bins of one kind, pricing a column of a
-program, and entering a column.
+Number of steps that each of four operations counts as: grouping sizes, filling bins of one kind,
+pricing a column of a program, and entering a column.
 """
 
 

@@ -51,7 +51,7 @@ def tighten_bound(
     report: Callable[[str], None] = lambda _: None,
 ) -> tuple[int, list[Pattern]]:
     """
-    Raise a lower bound on the number of packs; return the bound and all patterns of the last
+    Improve a lower bound on the number of packs; return the new bound and all patterns of the last
     program.
 
     Args:
@@ -95,15 +95,18 @@ def tighten_bound(
 
 def estimate_master_steps(patterns: Collection[Pattern]) -> int:
     """
-    Estimate the steps to solve a master program: a few milliseconds, plus a term for the number of
-    sizes times the number of entries.
+    Estimate the number of steps to solve a master program: a fixed number, plus a quarter of the
+    number of sizes times the number of entries.
     """
     num_sizes = len({index for pattern in patterns for index in pattern})
     return 15_000 + num_sizes * sum(map(len, patterns)) // 4
 
 
 def _estimate_knapsack_steps(num_sizes: int, capacity: int) -> int:
-    """Estimate the steps to solve a knapsack: one pass over all sizes for each number of tokens."""
+    """
+    Estimate the number of steps to solve a knapsack: one pass over all sizes for each number of
+    tokens.
+    """
     return capacity * (12 + num_sizes // 150)
 
 

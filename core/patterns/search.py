@@ -51,8 +51,8 @@ ends if the gap is at most one pack in 4,000.
 
 MAX_REFILLS = 12
 """
-Maximum number of times that bins with room are packed again. The search ends earlier if two
-consecutive times each close less than a tenth of the gap.
+Maximum number of times that bins with room are packed again. The search ends earlier if, two times
+in a row, packing again closes less than a tenth of the gap.
 """
 
 _NEAR = 100

@@ -105,8 +105,8 @@ class Progress:
         consumed = sum(segment.pack_offset // segment.world_size for segment in self.segments)
         if self.epoch < 0 or not 0 <= self.epoch_step <= min(self.step, consumed):
             message = (
-                f"step {self.step}, epoch {self.epoch} and its step {self.epoch_step} do not agree, or not with the "
-                f"{counted(consumed, 'pack')} that a rank has consumed of the epoch"
+                f"step {self.step}, epoch {self.epoch} and epoch step {self.epoch_step} do not agree, or contradict "
+                f"the {counted(consumed, 'pack')} that a rank has consumed of the epoch"
             )
             raise ValueError(message)
 
@@ -228,7 +228,10 @@ class EpochSchedule:
     """
 
     _last_steps: list[int] = attrs.field(factory=list, init=False, eq=False, repr=False)
-    """Last step of each epoch, starting with the epoch of `start`; used only if epochs differ."""
+    """
+    Number of the last step of each epoch, starting with the epoch of `start`; used only if epochs
+    differ.
+    """
 
     @classmethod
     def from_plan(cls, aligned: AlignedPlan, **fields: Any) -> Self:
@@ -300,7 +303,8 @@ class EpochSchedule:
         """
         Yield the remaining steps of *rank*; ArgumentError if there is no such rank.
 
-        The last step is `total_steps`, or the last step of the last planned epoch.
+        The last step is `total_steps` or the last step of the last planned epoch, whichever is
+        earlier.
 
         >>> schedule = EpochSchedule(
         ...     num_packs=3, world_size=1, dataloader_drop_last=False,
@@ -565,7 +569,7 @@ class EpochSchedule:
         for segment in start.segments:
             most = max(int(self.pack_degrees(start.epoch, segment.max_degree).sum()), self.world_size)
             if segment.world_size > most:
-                return f"a segment of {counted(segment.world_size, 'rank')} does not fit {counted(most, 'pack')}"
+                return f"a segment has {counted(segment.world_size, 'rank')}, but can have at most {most:,}"
         for segment, order in self._segment_orders(start.epoch)[: len(start.segments)]:
             if segment.pack_offset >= order.size:
                 return (

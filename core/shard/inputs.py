@@ -21,8 +21,8 @@ TOKEN_FIELDS = frozenset(
     }
 )  # fmt: skip
 """
-Names of fields with one value for each token. A dimension as long as the input's width runs along
-their tokens.
+Names of fields with one value for each token. In these fields, the dimension that is as long as the
+input's width runs along the tokens.
 """
 
 
@@ -63,7 +63,7 @@ def sequence_dims(
         if name not in declared and fitting and (name not in TOKEN_FIELDS or len(fitting) > 1):
             message = (
                 f"dimension {fitting[-1]} of {name} is {width:,}, like the width of {input_key}, which may be "
-                f"chance: set sequence_dims={{'{name}': {fitting[-1]}}}, or None if it is"
+                f"chance: set sequence_dims={{'{name}': {fitting[-1]}}}, or {{'{name}': None}} if it is chance"
             )
             raise ArgumentError("batch", message)
         found[name] = declared.get(name, next(iter(fitting), None))

@@ -61,7 +61,7 @@ def spread_over_rounds(costs: IntArray, works: IntArray, *, shards: int, rounds:
 
 class _Pool:
     """
-    Microbatches, the least loaded of which with room gets the next item.
+    Set of microbatches; the next item goes to the least loaded microbatch that has room for it.
 
     A key combines the work and the index of a microbatch in one number: `work * num + index`.
     """
@@ -190,7 +190,8 @@ class _RoundFiller:
 
 def assign_rounds(labels: IntArray, costs: IntArray, works: IntArray, *, shards: int, capacity: int) -> IntArray:
     """
-    Assign microbatches to workers, so that each round and each worker's total are even.
+    Assign microbatches to workers, so that all microbatches of a round, and the totals of all
+    workers, have about equal work.
 
     A round is the set of all workers' k-th microbatches, which are computed at the same time.
     Return the new microbatch of each item.

@@ -106,7 +106,7 @@ class Sharding:
     """
 
     capacity: int
-    """Largest number of positions in a microbatch, at least the token limit."""
+    """Token limit, or the largest number of positions in a microbatch if that is more."""
 
     multiple: int
     """Multiple to which sequences in a packed row, or the widths of padded rows, are padded."""
@@ -194,7 +194,8 @@ def join_batches(
         padded: Positions of each sequence, padding included; shape (num_sequences,).
         parts: Global batches, in order.
         shards: Number of data-parallel workers.
-        capacity: Maximum number of positions in a microbatch without a longer sequence.
+        capacity: Token limit: maximum number of positions in a microbatch, unless it is a single
+            longer sequence.
         multiple: Multiple to which sequences or widths are padded.
         work: Work of the sequences.
     """

@@ -74,7 +74,7 @@ def level_steps(
     works: IntArray, degrees: IntArray | None = None, *, world_size: int, accumulation: int, sync_at: SyncPoint
 ) -> IntArray:
     """
-    Return an order of the packs in which the ranks of each step have equal work.
+    Return an order of the packs that gives all ranks about equal work in each step.
 
     Rank r of W trains the positions r, r + W, r + 2W, … of an order. A step has accumulation x W
     neighbouring positions; the last step may have fewer. Each step keeps its packs. The slots of a

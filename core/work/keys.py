@@ -22,7 +22,7 @@ _IS_SIZE = re.compile(
     r"(size|size_mlp|expert|expert_num|dim|dims|rank|ranks|heads?|layers?|experts|kernel|expand|width|window|inner|types?|pattern|interval|step|"
     r"blocks|streams|groups|head_sharing|multiplier|freq|period|offset|codebooks|topk|cache)(_\w*per_\w+)?$"
 )
-"""Names of keys whose values may change the work."""
+"""Endings of key names; the value of such a key may change the work."""
 
 _HARMLESS = re.compile(
     r"(rope_|rotary|mrope|yarn|router_|moe_router|initializer|max_|quant|torch|chunk_size_feed_forward|_token|num_labels|"

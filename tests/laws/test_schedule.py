@@ -194,7 +194,7 @@ def test_steps_and_ranks_that_do_not_match_are_refused():
     ("start", "says"),
     [
         *((Progress(steps, epoch=2), f"2 epochs cannot have taken {steps} step") for steps in (1, 9)),
-        (Progress(1, 0, 1, (EpochSegment(5, False, 5),)), "of 5 ranks does not fit 4 packs"),  # noqa: FBT003
+        (Progress(1, 0, 1, (EpochSegment(5, False, 5),)), "has 5 ranks, but can have at most 4"),  # noqa: FBT003
         (Progress(4, 0, 4, (EpochSegment(1, False, 4),)), "the next epoch has begun"),  # noqa: FBT003
     ],
 )
