@@ -73,7 +73,7 @@ def largest_degree(num_ranks: int, asked: int | None = None) -> int:
     if asked is None:
         return most
     if as_whole_number("max_degree", asked, most=MOST_RANKS) & (asked - 1) or asked > most:
-        fact = f"at most {counted(asked, 'rank')} may share a pack, but that is not a power of two that divides"
+        fact = f"at most {counted(asked, 'rank')} may share a pack, but {asked} is not a power of two that divides"
         raise ArgumentError("degree", f"{fact} the {counted(num_ranks, 'rank')}", {"largest": most})
     return asked
 

@@ -199,7 +199,7 @@ class PackedLayout:
             int64 of shape (num_blocks, 3).
         """
         if as_whole_number("cp_rank", cp_rank, least=0) >= self.cp_size:
-            raise ArgumentError("argument", f"cp_rank is {cp_rank}, but {self.cp_size} ranks share the row")
+            raise ArgumentError("argument", f"cp_rank is {cp_rank}, but has to be below cp_size ({self.cp_size})")
         starts, sizes = self.cu_seqlens_padded[:-1], np.diff(self.cu_seqlens_padded)
         if self.cp_size == 1:
             return np.stack([starts, starts, starts + sizes], axis=1)

@@ -285,7 +285,7 @@ def yield_trials(attn_impl: str, *, native: str, flash: bool) -> Iterator[Strate
 @attrs.frozen
 class ProbeResult:
     """
-    Result of a probe: gradients between samples of a row, and differences from each sample alone.
+    Result of one trial: gradients between samples of a row, and differences from each sample alone.
     """
 
     isolation: float
@@ -328,11 +328,11 @@ class ProbeResult:
         if not math.isfinite(self.isolation):
             return "no gradient of a sample's logits reaches its tokens, so the test proves nothing"
         if self.isolation:
-            return f"gradients pass between samples of a row ({self.isolation:.2g} of a sample's own instead of 0)"
+            return f"gradients pass between samples of a row ({self.isolation:.2g} of a sample's own gradient, not 0)"
         if not self.equality <= limit:
             return (
-                f"packed samples differ from the same samples alone by {self.equality:.2g}, where {limit:.0e} is "
-                "allowed, although no gradient passes between them"
+                f"packed samples differ from the same samples alone by {self.equality:.2g}, where at most "
+                f"{limit:.0e} is allowed, although no gradient passes between samples"
             )
         return None
 

@@ -74,8 +74,8 @@ class PlanSummary:
 
     auto_packs: int
     """
-    Upper limit of the packs that the algorithm `auto` would need. 0 if `auto` saves at most 0.2 %,
-    or was not compared.
+    Upper limit of the number of packs with the algorithm `auto`. 0 if `auto` saves at most 0.2 %, or
+    was not compared.
     """
 
     num_samples: int
@@ -106,7 +106,7 @@ class PlanSummary:
     """
 
     unsupervised_samples: int | None
-    """Planned samples without a supervised token; None if not measured."""
+    """Number of planned samples without a supervised token; None if not measured."""
 
     dropped_packs: int
     """Number of packs that the fill filter drops."""
@@ -394,13 +394,13 @@ def describe_resume(schedule: EpochSchedule, name: str = "pack") -> str:
     start, ranks = schedule.start, schedule.world_size
     left = f"{counted(max(0, schedule.total_steps - start.step), 'step')} left, {schedule.total_steps:,} in all"
     if not start.epoch_step:
-        return f"after step {start.step:,}, with epoch {start.epoch:,}, counted from 0; {left}"
+        return f"after step {start.step:,}, at the start of epoch {start.epoch:,} (counted from 0); {left}"
     consumed, slots = schedule.consumed_packs(start.epoch).size, schedule.num_epoch_slots(start.epoch)
     name = name if schedule.degrees is None else "slot"
     before = start.segments[-1].world_size if start.segments else ranks
     again = schedule.num_remaining_batches(start.epoch) * ranks * schedule.batch_size - (slots - consumed)
     changed = f", now on {counted(ranks, 'rank')} instead of {before:,}" if before != ranks else ""
-    changed += f", {again:,} of them again" if again > 0 else ""
+    changed += f" ({again:,} repeated to fill all ranks)" if again > 0 else ""
     done = f"{counted(consumed, name)} of epoch {start.epoch:,} {verb_for(consumed)} trained"
     return f"after step {start.step:,}: {done}, {slots - consumed:,} {verb_for(slots - consumed)} not{changed}; {left}"
 
@@ -500,7 +500,7 @@ def summarise_sources(
     names = list(dict.fromkeys(file.source for file in files))
     owners = np.repeat([names.index(file.source) for file in files], [file.records for file in files])
     if len(owners) != len(table):
-        raise ArgumentError("argument", f"the files have {len(owners):,} records, but {len(table):,} were measured")
+        raise ArgumentError("argument", f"the files have {counted(len(owners), 'record')}, the table {len(table):,}")
     counts = _count_by_source(plan, table, media, owners, len(names))
     samples = sample_indices(table)
     tokens, owner_of = column(table, "length")[samples], owners[samples]

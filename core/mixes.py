@@ -36,7 +36,7 @@ class Source:
     """Share of this source, relative to all sources with a ratio, as an exact decimal."""
 
     count: int | None = None
-    """Samples of this source in each epoch, in addition to samples drawn by ratio."""
+    """Number of samples of this source in each epoch; sources with a ratio share the rest."""
 
     cap: int | None = None
     """
@@ -119,9 +119,9 @@ def quotas(mix: Mix, available: Sequence[int]) -> list[Fraction]:
     """
     Return the number of samples to draw from each source, or of tokens if the mix is by tokens.
 
-    Numbers of samples are rounded to whole numbers, the largest remainders up first, then the first
-    sources. Each number is within one sample of the exact share. Numbers of tokens are exact
-    fractions.
+    Numbers of samples are whole: the shares with the largest fractions are rounded up, of equal
+    fractions those of the first sources, and all others are rounded down. Numbers of tokens are
+    exact fractions.
 
     Args:
         mix: A mix whose values have no faults.
@@ -469,7 +469,7 @@ def _source_faults(mix: Mix, source: Source, path: str) -> Iterator[Fault]:
     if source.cap is not None and source.cap < 1:
         yield Fault(f"{path}.cap", f"is {source.cap}, but has to be at least 1")
     if source.cap is not None and source.count is not None:
-        yield Fault(f"{path}.cap", "limits a source that has a ratio, but this source has a count: remove one")
+        yield Fault(f"{path}.cap", "limits a source with a ratio, but this one has a count: remove cap or count")
 
 
 def _total_faults(mix: Mix) -> Iterator[Fault]:
@@ -498,7 +498,7 @@ def _pool_faults(mix: Mix, drawable: Sequence[Pool]) -> Iterator[Fault]:
 
 def _draw_faults(mix: Mix, available: Sequence[int], samples: Sequence[int]) -> Iterator[Fault]:
     """
-    Yield a fault for each source from which too many samples would be drawn for the memory.
+    Yield a fault for each source with more draws in an epoch than memory allows (`_MOST_DRAWS`).
 
     *available* has the number of samples or tokens of each source, in the unit of the mix.
     *samples* has the number of samples of each source.

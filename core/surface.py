@@ -178,8 +178,8 @@ def plan(
         algorithm: Name of a packing algorithm, a key of `ALGORITHMS`.
         images: Number of images of each sample; needed if *max_images* is given.
         max_images: Maximum number of images in a pack of several samples, >= 1; None sets no limit.
-        allow_single_long: Make each sample of *packing_length* tokens or more a pack by itself;
-            otherwise skip it.
+        allow_single_long: Put each sample of at least *packing_length* tokens into a pack by
+            itself; otherwise skip it.
         refuse_longer: Raise an error if a sample has more than *packing_length* tokens.
         drop_last: Drop packs that are filled below *min_fill_ratio*.
         min_fill_ratio: Share of *packing_length*, from 0 to 1; 0 drops no pack.

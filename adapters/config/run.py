@@ -77,7 +77,7 @@ def load_rl_config(path: str | Path, grpo_keys: Mapping[str, TrainerKey], *, ove
 
     Args:
         path: YAML file. A relative path in `extends:` is relative to the YAML's folder; all other
-            paths are relative to the working directory.
+            relative paths are relative to the working directory.
         grpo_keys: Keys of `grpo.` that are passed to TRL, with the values that each accepts.
         overrides: Values for single keys, as in `parse_config`.
 

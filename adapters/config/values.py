@@ -82,7 +82,7 @@ def _to_int(value: object, _: Any) -> int:
     if type(value) is not int:
         _refuse(value, "a whole number")
     if abs(value) >= TOO_LARGE:
-        _refuse(value, f"a whole number below {TOO_LARGE:,}")
+        _refuse(value, f"a whole number between -{TOO_LARGE:,} and {TOO_LARGE:,}")
     return value
 
 
@@ -123,7 +123,7 @@ def _to_decimal(value: object, _: Any) -> Decimal:
         exact = Decimal(str(value))
         if number or not exact:  # exact arithmetic on 1e-999999999 takes all memory
             return exact
-    _refuse(value, "0, or a number further from 0")
+    _refuse(value, "0, or a number that a float does not round to 0")
 
 
 def _to_strings(value: object, kind: Any) -> tuple[str, ...]:

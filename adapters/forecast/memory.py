@@ -1,8 +1,8 @@
 """
 Measures the memory of one training step on one rank by tracing the step.
 
-The trainer runs with its real batch, loss, precision, checkpointing and optimizer, but its model's
-tensors have no content.
+The trainer runs with its real batch, loss, precision, gradient checkpointing and optimizer, but its
+model's tensors have no content.
 
 For FSDP 2, the model is wrapped as accelerate wraps it, in a fake process group that sends nothing.
 """
@@ -248,7 +248,7 @@ def shard_as_accelerate(model: Any, world_size: int, *, mixed: str) -> None:
 
 @contextmanager
 def using_fake_ranks(world_size: int) -> Iterator[None]:
-    """Make this process rank 0 of a fake process group, which sends nothing, in this context."""
+    """In this context, make this process rank 0 of a fake process group, which sends nothing."""
     if dist.is_initialized():
         raise ModelError("trace", "a rank of torchrun cannot simulate other ranks: start this command without torchrun")
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=world_size)

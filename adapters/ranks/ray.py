@@ -47,7 +47,7 @@ class _RankActor:
 
     def build_worker(self, make: Callable[[], Any], environment: Mapping[str, str], driver: tuple[str, int]) -> int:
         """
-        Set *environment*, build the worker as a rank of it, and return the process id.
+        Set *environment*, build the worker as the rank it describes, and return the process id.
 
         *driver* is the node id and process id of the driver. On the driver's node this process ends
         when the driver ends; on other nodes Ray ends it.

@@ -49,7 +49,7 @@ CHUNK_BYTES = 1 << 25
 
 
 _BLOCK = 1 << 18
-"""Number of integers that are summed at a time, where a weight's bytes are read as integers."""
+"""Number of integers in a block of a weight's bytes; a digest is made from one sum per block."""
 
 _GOLDEN = -7046029254386353131
 """
@@ -273,7 +273,7 @@ def _first_sentence(error: BaseException) -> str:
 @contextmanager
 def wrap_rank_errors(rank: int) -> Iterator[None]:
     """
-    Turn torch's errors about lost connections in this context into RunErrors.
+    In this context, turn torch's errors about lost connections into RunErrors.
 
     Args:
         rank: Index of this rank, which the error names.

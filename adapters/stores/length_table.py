@@ -23,7 +23,7 @@ _ABOUT = b"packplan_lengths"
 """Key of the manifest in the metadata of the table's schema."""
 
 _FLAGS = ("cut", "bad")
-"""Columns that are true or false."""
+"""Boolean columns of the file."""
 
 
 def write_length_table(
@@ -106,7 +106,7 @@ def _to_int32(values: pa.ChunkedArray) -> NDArray[np.int32]:
 
 
 def _first_invalid_row(table: Table) -> int | None:
-    """Return the first row with a negative number, or with all of its tokens supervised."""
+    """Return the index of the first row that has a negative number, or only supervised tokens."""
     lengths, supervised = (column(table, name) for name in ("length", "supervised"))
     wrong = (table < 0).any(axis=1) | ((column(table, "bad") == 0) & (lengths <= supervised))
     return int(np.argmax(wrong)) if wrong.any() else None

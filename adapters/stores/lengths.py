@@ -33,7 +33,7 @@ SCHEMA = "packplan lengths 4"
 
 @contextmanager
 def collect_damage(found: list[CorruptArtefactError]) -> Iterator[None]:
-    """Catch the error about a damaged file in this context, and append it to *found*."""
+    """In this context, catch the error about a damaged file, and append it to *found*."""
     try:
         yield
     except CorruptArtefactError as error:

@@ -21,7 +21,7 @@ from packplan.core.packers import ALGORITHMS
 from packplan.core.samples.urls import mask_credentials
 
 MAX_EPOCHS = 10**6
-"""Upper limit of `training.num_train_epochs`; a value from here on is refused as a typing error."""
+"""Limit of `training.num_train_epochs`: this value or a larger one is refused as a typing error."""
 
 _ENDLESS_SCHEDULES = ("constant", "constant_with_warmup", "inverse_sqrt", "reduce_lr_on_plateau", "greedy")
 """Values of `training.lr_scheduler_type` that do not need the total number of steps."""
@@ -42,8 +42,8 @@ MAX_NAMED = 3
 
 _DISTINGUISHING = re.compile(r"\d+|(?:^|_)(?:min|max)(?=_|$)")
 """
-Parts that change the meaning of a key, such as `min`. A suggested key has to contain the same
-parts.
+Parts of a key's name that change its meaning, such as `min`. A suggested key has to contain the
+same parts.
 """
 
 
@@ -122,7 +122,7 @@ def _training_faults(training: TrainingConfig) -> Iterator[Fault]:
     if training.sequence_parallel_size != 1 and not training.packing:
         yield Fault("training.sequence_parallel_size", "shares packed rows, but training.packing is false: set it to 1")
     if training.max_sequence_parallel_size is not None and not training.shares_by_degree:
-        reason = f"limits training.sequence_parallel_size: auto, but it is {training.sequence_parallel_size}: remove it"
+        reason = f"is only for training.sequence_parallel_size: auto, not {training.sequence_parallel_size}: remove it"
         yield Fault("training.max_sequence_parallel_size", reason)
     if training.packing and training.trainer.get("enable_channel_loss"):
         reason = "logs a loss for each channel, but with packing a loss is logged for all samples only"
@@ -214,7 +214,7 @@ def _quantisation_faults(model: ModelConfig, training: TrainingConfig) -> Iterat
     """Yield faults in the keys of quantised weights."""
     if model.quant_method is None:
         if model.quant_bits is not None:
-            yield Fault("model.quant_bits", "has no effect without model.quant_method: set it to bnb, or remove it")
+            yield Fault("model.quant_bits", "has no effect without model.quant_method: set that to bnb, or remove this")
         return
     if model.quant_bits not in {4, 8}:
         yield Fault("model.quant_bits", f"is {model.quant_bits}, but has to be 4 or 8")

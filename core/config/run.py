@@ -97,7 +97,7 @@ class ModelConfig:
     """Run Python code from the model's folder."""
 
     max_model_len: int | None = key(None, lengths="otherwise", plan=True, check=at_least(1))
-    """Maximum tokens in a pack, if `template.max_length` is unset."""
+    """Maximum tokens in a pack, if `template.max_length` and `global_max_length` are unset."""
 
     download: bool = key(False, neither=LOADS)
     """Let ms-swift download a model missing from local caches."""
@@ -296,7 +296,7 @@ class CustomConfig:
     """Maximum pixels of an image file. Larger images are refused before decoding."""
 
     literal_image_tags: bool = key(False, neither=_LIMITS)
-    """Keep `<image>` as text in records without images, which are refused by default."""
+    """Keep `<image>` as text if a record has no images; by default, such a record is refused."""
 
     columns: dict[str, str | None] = key(attrs.Factory(dict), lengths="value", check=one_of(sorted(RECORD_KEYS)))
     """
@@ -389,8 +389,8 @@ class TrainingConfig:
 
     packing_max_dropped_share: Decimal = key(Decimal("0.01"), neither=_ACCEPTS, check=from_0_to_1)
     """
-    Largest share of all tokens in dropped packs. A larger share is an error, unless only one pack
-    is dropped.
+    Largest share of all tokens that dropped packs may contain. A larger share is an error, unless
+    only one pack is dropped.
     """
 
     packing_max_images: int | None = key(None, plan=True, check=at_least(1), stream="refused")
@@ -407,8 +407,8 @@ class TrainingConfig:
 
     packing_wait_timeout_s: float = key(7200.0, neither=_MEASURES, check=at_least(0), stream="evaluation")
     """
-    Maximum seconds that ranks wait for rank 0, and rank 0 for other jobs in its folders or a block
-    that Ray measures. 0: no limit.
+    Maximum seconds that the other ranks wait for rank 0, and that rank 0 waits for other jobs that
+    write to its folders, or for a block that Ray measures. 0 sets no limit.
     """
 
     packing_lengths_from: PathText | None = key(
@@ -421,7 +421,7 @@ class TrainingConfig:
     packing_length_cache_persist_every: int | None = key(
         None, neither=_MEASURES, check=at_least(1), stream="evaluation"
     )
-    """Samples after which measured lengths are saved. If unset, the data's size decides."""
+    """Number of samples after which their lengths are saved. If unset, the data's size decides."""
 
     packing_length_precompute_workers: int = key(
         8, neither=_MEASURES, per_rank="cores of a rank's machine", check=at_least(1), stream="evaluation"
@@ -429,7 +429,10 @@ class TrainingConfig:
     """Processes that measure lengths, at most one per CPU core."""
 
     packing_length_measured_by: Literal["processes", "ray"] = key("processes", neither=_MEASURES, stream="evaluation")
-    """`ray` measures on all nodes of the Ray cluster at `RAY_ADDRESS`, else of this machine."""
+    """
+    `ray` measures on all nodes of the Ray cluster at `RAY_ADDRESS` or, if that is unset, of a cluster
+    on this machine.
+    """
 
     ray_address: str = key("auto", set_by_command=True)
     """Address of the Ray cluster, which `--ray` sets."""

@@ -93,7 +93,7 @@ def _to_image(image: Any, *, urls: bool) -> Image:
     if isinstance(image, bytes) and image:
         return image
     if not isinstance(image, str) or not image:
-        fail("has 'images' that are not a list of paths, or of images as data URIs, base64 or {path} or {bytes}")
+        fail("has 'images' with an entry that is not an image: write a path, a data URI, base64, {path} or {bytes}")
     if image.startswith("data:"):
         return _image_from_uri(image)
     if (held := _image_from_base64(image)) is not None:
@@ -107,7 +107,7 @@ def refuse_media_settings(described: Mapping[str, Any]) -> None:
     ignored.
     """
     if name := next((name for name in _MEDIUM_SETTINGS if described.get(name) is not None), None):
-        fail(f"has {name!r} of one image or video, which would be ignored: remove it; the template's value is for all")
+        fail(f"has {name!r} of one image or video, which would be ignored: remove it (the section template is for all)")
 
 
 def shows_medium(part: Any) -> bool:

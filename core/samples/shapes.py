@@ -211,8 +211,8 @@ def ignoring(names: Sequence[str]) -> str:
 
 def _merge_synonyms(record: Mapping[str, Any], names: Sequence[str]) -> Mapping[str, Any]:
     """
-    Rename the synonym that a record has to the first of *names*; raise an error if the record has
-    two synonyms.
+    Rename a record's only key among the synonyms *names* to the first of them; raise an error if
+    the record has two of these keys.
     """
     found = [name for name in names if has(record, name)]
     if len(found) > 1:
@@ -429,7 +429,7 @@ def _read_alpaca_query(record: Mapping[str, Any]) -> tuple[str, str]:
         if not isinstance(part, str):
             fail(f"has {name!r} that is not a text")
     if other := next((name for name in QUERY_KEYS if name not in {"instruction", "input"} and has(record, name)), None):
-        reason = f"has {next(iter(parts))!r} and {other!r}, and one would be ignored: name one"
+        reason = f"has {next(iter(parts))!r} and {other!r}, and one would be ignored: map it, as {{{other}: null}}"
         fail(reason, argument="columns")
     return "\n".join(parts.values()), "instruction"
 

@@ -96,7 +96,7 @@ def test_a_resume_ends_bit_for_bit_as_one_run_does(  # noqa: PLR0917  # fixtures
     with caplog.at_level(logging.INFO):
         resumed = execute(write_run(model, name="again", training=keys, **overlay))
 
-    began = f"after step {stop}: " if stop else f"after step {per_epoch}, with epoch 1, "
+    began = f"after step {stop}: " if stop else f"after step {per_epoch}, at the start of epoch 1 "
     assert began in caplog.text
     assert not re.search("this run continues with|is estimated|equal work", caplog.text)
     assert steps(whole.history) == steps(resumed.history)

@@ -192,7 +192,7 @@ def test_a_weight_of_0_or_1_and_train_are_the_loss_of_a_message(key, off, on):
         ("/9j/4AAQSkZJRgABAQ" + "A" * 91, "has an image that is not valid base64"),
         ({"bytes": "ä"}, "has 'bytes' that is not valid base64"),
         ({"path": "https://example.org/a.png", "bytes": None}, "copy it to this machine"),
-        ({"name": "a.png"}, "not a list of paths, or of images"),
+        ({"name": "a.png"}, "an entry that is not an image"),
         ("x" * 5000, "neither a path nor base64"),
         ("file:///data/a.png", "write the path alone, without file://"),
         ("s3://bucket/a.png", "copy it to this machine"),
