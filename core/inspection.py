@@ -74,8 +74,8 @@ class PlanSummary:
 
     auto_packs: int
     """
-    Upper limit of the number of packs with the algorithm `auto`. 0 if `auto` saves at most 0.2 %, or
-    was not compared.
+    Upper limit of the number of packs with the algorithm `auto`. 0 if `auto` saves at most 0.2 %,
+    or was not compared.
     """
 
     num_samples: int

@@ -173,7 +173,9 @@ class MemoryTracer(TorchDispatchMode):  # type: ignore[no-untyped-call]  # of to
 
 
 def _integer_indices(indices: Any) -> Iterator[Any]:
-    """Yield indices; a boolean mask becomes the positions of its true entries, so that shapes are known."""
+    """
+    Yield indices, each boolean mask as the positions of its true entries, so that shapes are known.
+    """
     for index in indices:
         if isinstance(index, torch.Tensor) and index.dtype == torch.bool and not isinstance(index, FakeTensor):
             with unset_fake_temporarily():

@@ -430,8 +430,8 @@ class TrainingConfig:
 
     packing_length_measured_by: Literal["processes", "ray"] = key("processes", neither=_MEASURES, stream="evaluation")
     """
-    `ray` measures on all nodes of the Ray cluster at `RAY_ADDRESS` or, if that is unset, of a cluster
-    on this machine.
+    `ray` measures on all nodes of the Ray cluster at `RAY_ADDRESS` or, if that is unset, of a
+    cluster on this machine.
     """
 
     ray_address: str = key("auto", set_by_command=True)

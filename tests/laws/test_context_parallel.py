@@ -71,7 +71,7 @@ def test_padding_is_the_least_that_the_ranks_can_share(length, cp_size, tp_size)
     ("call", "says"),
     [
         (lambda: chunk_positions(6, cp_size=2, cp_rank=0), "6 positions, but 2 ranks .* multiple of 4"),
-        (lambda: chunk_positions(8, cp_size=2, cp_rank=2), "cp_rank is 2, but 2 ranks"),
+        (lambda: chunk_positions(8, cp_size=2, cp_rank=2), "cp_rank is 2, but has to be below cp_size"),
         (lambda: chunk_positions(8, cp_size=2, cp_rank=-1), "cp_rank is -1"),
         (lambda: chunk_positions(0, cp_size=2, cp_rank=0), "sequence 0 has 0 tokens"),
         (lambda: padded_length(8, cp_size=0), "cp_size is 0"),
