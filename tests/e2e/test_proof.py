@@ -331,7 +331,7 @@ WRONG = {
     "another start": (batch_of(), {"starts": [0, 34, 36, 106]}, "at token 33 of row 0 by "),
     "another start of a row": (several_rows(), {"starts": [[0, 33, 36], [0, 50]]}, "at token 50 of row 1 by starts"),
     "one sample": (batch_of(lengths=(9,)), {}, "has only one sample"),
-    "no positions": (changed(position_ids=None), {}, "give starts"),
+    "no positions": (changed(position_ids=None), {}, "pass starts"),
     "starts beyond": (batch_of(), {"starts": [0, 33, 999]}, "has no token 999 in row 0"),
     "starts of one row": (several_rows(), {"starts": [0, 9]}, "has 2 rows, but starts"),
     "no rows": (changed(input_ids=torch.ones(20, dtype=torch.int64)), {}, r"of shape \(20,\)"),
