@@ -31,9 +31,6 @@ from packplan.core.errors import counted
 
 log = logging.getLogger(__name__)
 
-_CHUNK = 2**20
-"""Bytes of a file that are read at a time."""
-
 _DIGESTS = "packplan_digests_*.json"
 """
 Pattern of the names of digest files in a checkpoint, one file per rank. Each digest file has the
@@ -82,7 +79,8 @@ class SaveOnSigterm(TrainerCallback):
         try:
             yield
         finally:
-            signal.signal(signal.SIGTERM, before or signal.SIG_DFL)
+            if signal.getsignal(signal.SIGTERM) == note_signal:  # not one that a callback has installed since
+                signal.signal(signal.SIGTERM, before or signal.SIG_DFL)
 
     def on_step_end(self, args: Any, state: TrainerState, control: TrainerControl, **__: Any) -> None:  # noqa: ARG002
         """Save and stop if any rank received SIGTERM; an evaluation would delay the save."""
@@ -255,7 +253,7 @@ def _hash_files(folder: Path, names: Iterable[str], *, share: int, num_shares: i
         for name in mine:
             digest = hashlib.sha256()
             with (folder / name).open("rb") as content:
-                while chunk := content.read(_CHUNK):
+                while chunk := content.read(2**20):
                     digest.update(chunk)
                     bar.update(len(chunk))
             digests[name] = digest.hexdigest()

@@ -377,13 +377,22 @@ def test_weights_alone_of_a_resumed_run_have_no_digests_to_miss(tmp_path):
     assert 5 == trainer.state.global_step
 
 
-def test_a_handler_of_the_script_for_sigterm_is_kept(tmp_path):
-    """It is called, and training goes on to its end."""
+@pytest.mark.parametrize("when", ["before", "in training"])
+def test_a_handler_of_the_script_for_sigterm_is_kept(when, tmp_path):
+    """It is called, stays after training, and training goes on to its end."""
     called = []
-    before = signal.signal(signal.SIGTERM, lambda *_: called.append(True))
+
+    def handle(*_):
+        called.append(True)
+
+    def install(_=None):
+        signal.signal(signal.SIGTERM, handle)
+
+    before, trainer = signal.getsignal(signal.SIGTERM), fresh_trainer(tmp_path)
+    installs = {"on_train_begin": install} if when == "in training" else install() or {}
     try:
-        trainer = fresh_trainer(tmp_path)
-        train_with(trainer, on_step_begin=kill_in_third_step)
+        train_with(trainer, on_step_begin=kill_in_third_step, **installs)
+        assert handle == signal.getsignal(signal.SIGTERM)
     finally:
         signal.signal(signal.SIGTERM, before)
 
