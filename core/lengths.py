@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from packplan.core.errors import ArgumentError
+from packplan.core.errors import ArgumentError, counted
 
 Lengths = Sequence[int] | NDArray[np.integer]
 """
@@ -67,7 +67,7 @@ def as_lengths_up_to(lengths: Lengths, *, capacity: int) -> IntArray:
     array = as_lengths(lengths)
     if array.size and int(array.max()) > capacity:
         index = int(np.argmax(array > capacity))
-        raise _bad_length_error(index, int(array[index]), f"a pack holds {capacity:,} tokens")
+        raise _bad_length_error(index, int(array[index]), f"a pack holds at most {counted(capacity, 'token')}")
     return array
 
 

@@ -327,7 +327,7 @@ def refuse_longer(lengths: Lengths, policy: PlanPolicy) -> None:
 
     Raises:
         ArgumentError: A sample is longer than a pack. The message has the index of the first such
-            sample, and their number.
+            sample, and the number of such samples.
     """
     array, limit = as_lengths(lengths, least=0), policy.packing_length
     over = np.flatnonzero(array > limit)
@@ -335,8 +335,9 @@ def refuse_longer(lengths: Lengths, policy: PlanPolicy) -> None:
         first, num_samples = int(over[0]), int(np.count_nonzero(array))
         num, longest = over.size, int(array.max())
         fact = (
-            f"sample {first} has {counted(int(array[first]), 'token')}, but a pack holds {limit:,} (packing_length); "
-            f"{num:,} of {counted(num_samples, 'sample')} {verb_for(num)} too long, the longest has {longest:,}"
+            f"sample {first} has {counted(int(array[first]), 'token')}, but a pack holds at most {limit:,} "
+            f"(packing_length); {num:,} of {counted(num_samples, 'sample')} {verb_for(num)} too long, "
+            f"the longest has {longest:,}"
         )
         raise ArgumentError("too_long", fact, {"index": first, "num_too_long": num, "longest": longest})
 

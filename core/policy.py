@@ -122,8 +122,8 @@ class PlanPolicy:
 
     part: Part | None = None
     """
-    Part of the records that is planned; None plans all records. The packs depend on the part only
-    through its lengths.
+    Part of the records that is planned; None plans all records. The part changes the packs only
+    because it decides which lengths are planned.
     """
 
     work: WorkModel | None = None

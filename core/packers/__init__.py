@@ -103,7 +103,7 @@ def check_algorithm_works(algorithm: str, works: Any, num: int) -> NDArray[np.fl
 
     Raises:
         ArgumentError: The number of works is wrong, or a work is negative or not finite.
-        ArgumentError: The packs of the algorithm do not depend on work.
+        ArgumentError: *works* is passed, but the algorithm's packs do not depend on work.
     """
     if works is None:
         return None

@@ -62,8 +62,8 @@ a gain reduces the excess by less than a thousandth.
 
 _FEW, _MANY = 500, 8
 """
-Divisors of the packs: the search ends when at most one pack in 500 is not level. Parts are drawn
-again when one pack in 8 has changed.
+Divisors of the number of packs: the search ends when at most one pack in 500 is not level. Parts
+are drawn again when one pack in 8 has changed.
 """
 
 

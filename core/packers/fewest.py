@@ -1,8 +1,8 @@
 """
 Packers `auto` and `certified`: searches for the fewest packs.
 
-`auto` returns the packs of constant volume, or fewer packs if a search with a limit of steps finds
-them.
+`auto` returns the packs of constant volume, or fewer packs if a search with a limit of steps or
+another quick algorithm finds them.
 
 `certified` searches until the number of packs equals the lower bound, or until a limit of steps is
 reached, which grows with the gap. First, `certified` solves the linear relaxation over patterns,
@@ -44,11 +44,11 @@ _TINY = 1e-6
 
 def auto(tally: LengthCounts, *, capacity: int) -> PackingTrace:
     """
-    Return the packing of constant volume if it is good enough, else the packing of a search with
-    limited steps.
+    Return the packing with the fewest packs among constant volume, a search with limited steps, and
+    the other quick algorithms.
 
-    Constant volume is good enough if it is close to the lower bound and no quick algorithm needs
-    fewer packs.
+    The search is skipped if constant volume is close to the lower bound. The other quick algorithms
+    are skipped if the number of packs equals the bound.
     """
     terms, width = to_lowest_terms(tally, capacity=capacity)
     best = constant_volume(tally, capacity=capacity)

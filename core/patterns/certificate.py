@@ -101,7 +101,7 @@ def _rounding_bound(sizes: IntArray, counts: IntArray, capacity: int) -> int:
     Return the highest bound of dual-feasible functions that round to multiples of a unit (Carlier,
     Clautiaux and Moukrim, 2007). Units are the lengths up to half the capacity, and the room that
     longer samples leave. The bound is tight if lengths are slightly above multiples of one number,
-    as image tiles make them.
+    as they are for images that are cut into tiles.
     """
     is_large, is_half = sizes * 2 > capacity, sizes * 2 == capacity
     units = np.unique(np.concatenate([sizes[~is_large], (capacity - sizes)[is_large]]))

@@ -120,7 +120,7 @@ class MasterSolution:
     """Number of uses of each pattern; shape (num_patterns,)."""
 
     duals: FloatArray
-    """Packs that one more sample of each size would cost, for sizes that have samples."""
+    """Number of packs that one more sample of each size would add, for sizes that have samples."""
 
 
 def solve_master(patterns: list[Pattern], *, counts: IntArray) -> MasterSolution | None:

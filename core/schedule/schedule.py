@@ -560,7 +560,7 @@ class EpochSchedule:
         """
         Return the reason why `start` is impossible with these packs, or None.
 
-        A damaged checkpoint may contain an impossible progress.
+        A damaged checkpoint may contain progress that no run can have.
         """
         start, begun = self.start, self.start.step - self.start.epoch_step
         if isinstance(self.num_packs, int) and not start.epoch <= begun <= start.epoch * self.num_packs:

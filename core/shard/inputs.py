@@ -108,7 +108,7 @@ def lengths_and_padded(
 
     Args:
         lengths: Tokens of each sequence, >= 1.
-        multiple: Number to whose multiples lengths are rounded up.
+        multiple: Each length is rounded up to a multiple of this number.
         capacity: Maximum number of positions in a microbatch; None sets no limit.
         when_long: `error` raises an ArgumentError if a sequence exceeds the capacity.
     """
@@ -122,7 +122,7 @@ def lengths_and_padded(
         rounded = f", {width:,} when padded," if width != length else ""
         others = f"; {over.size:,} sequences are too wide, the widest {widest:,}" if over.size > 1 else ""
         fact = (
-            f"sequence {index} has {counted(length, 'token')}{rounded} but a microbatch holds {capacity:,} "
+            f"sequence {index} has {counted(length, 'token')}{rounded} but a microbatch holds at most {capacity:,} "
             f"(max_tokens_per_microbatch){others}"
         )
         raise ArgumentError("over_budget", fact, {"index": index, "num_over": over.size, "widest": widest})

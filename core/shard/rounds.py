@@ -93,7 +93,7 @@ class _Pool:
     def add(self, size: int, step: int, below: int) -> int | None:
         """
         Put an item into the least loaded microbatch with room; return the microbatch's previous
-        key, or None if none has room.
+        key, or None if no microbatch with a key below *below* has room.
 
         Args:
             size: Positions of the item.

@@ -8,7 +8,7 @@ rules:
 - In a global batch, every worker has the same number of microbatches, and none is empty.
 - Every sequence is in exactly one microbatch with weight 1.
 - Filler is the shortest sequence of the global batch with weight 0.
-- A microbatch exceeds the token limit only if it is a single longer sequence.
+- A microbatch exceeds the token limit only if it consists of a single longer sequence.
 """
 
 from collections.abc import Iterator, Sequence

@@ -221,5 +221,5 @@ def test_what_has_no_order_is_no_list_of_lengths(wrong):
 
 @pytest.mark.parametrize("call", [pack, lower_bound])
 def test_a_length_over_the_capacity_is_named(call):
-    with pytest.raises(ArgumentError, match="length 1 is 101: a pack holds 100 tokens"):
+    with pytest.raises(ArgumentError, match="length 1 is 101: a pack holds at most 100 tokens"):
         call([5, 101], capacity=100)
