@@ -244,7 +244,7 @@ def _write_parquet(packs: Iterable[Row], schema: Any, target: Path) -> None:
 
 
 def _to_bridge_row(row: Row) -> Row:
-    """Convert a pack to a row for Megatron-Bridge; ArgumentError if a label is not its token."""
+    """Convert a pack to a Megatron-Bridge row; ArgumentError if a label differs from its token."""
     supervised, lengths = row["labels"] != IGNORED_LABEL, row["lengths"]
     if np.any(row["labels"][supervised] != row["input_ids"][supervised]):
         reason = "has labels that differ from its tokens, which this format cannot store: use another format"

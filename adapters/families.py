@@ -2,11 +2,11 @@
 Facts about single model families, in `families.json`; all other facts are read from the model.
 
 `swift` has the default model type and template of architectures for which ms-swift's registry has
-several. `embeds` lists templates of ms-swift whose image embedding fails with this transformers, so
-that the model embeds images. `unshown` lists templates that declare packing, but whose models have
-not been shown to keep packed samples apart. `unpacked` lists model types that do not pack, as in
-docs/models.md. `complete` has keys to add to transformers' default configuration of some model
-types, so that a model is built with all its kinds of layers.
+several. `embeds` lists templates of ms-swift whose image embedding fails with the supported
+transformers, so the model itself embeds images. `unshown` lists templates that declare packing, but
+whose models have not been shown to keep packed samples apart. `unpacked` lists model types that do
+not pack, as in docs/models.md. `complete` has keys to add to transformers' default configuration of
+some model types, so that a model is built with all its kinds of layers.
 """
 
 import json
@@ -24,7 +24,7 @@ def _read_families() -> dict[str, Any]:
 
 
 def default_swift_types(architecture: str) -> tuple[str, str] | None:
-    """Return the default model type and template of an architecture; None if it needs none."""
+    """Return the default model type and template of an architecture; None if it has no entry."""
     found = _read_families()["swift"].get(architecture)
     return None if found is None else (found[0], found[1])
 

@@ -1,5 +1,5 @@
 """
-Writes files that are either complete or absent, with locks for their writers, and manifests.
+Writes files and manifests that are either complete or absent, and lets writers wait for a lock.
 
 A manifest has a digest of its own content, and digests of the files that it lists.
 """
@@ -221,7 +221,7 @@ def publish_file(path: Path) -> Iterator[BinaryIO]:
 
 
 def append_bytes(path: Path, data: bytes | memoryview) -> None:
-    """Append *data* to a file and flush it; readers ignore it until a manifest counts it."""
+    """Append *data* to a file and flush it; readers ignore the data until a manifest counts it."""
     with wrap_write_errors(path), path.open("ab") as file:
         file.write(data)
         file.flush()

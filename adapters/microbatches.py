@@ -373,7 +373,7 @@ class Microbatch:
 
     @property
     def max_seqlen(self) -> int:
-        """Positions of the longest sequence, padding included, as varlen kernels expect it."""
+        """Number of positions of the longest sequence with padding, as varlen kernels expect it."""
         return int(np.diff(self.layout.cu_seqlens_padded).max())
 
     def unpacked(self, values: Tensor, *, pad_value: float = 0) -> Tensor:
@@ -449,7 +449,7 @@ def _dims(fields: Mapping[str, Field], declared: Mapping[str, int | None], input
 
 
 def _check_pad_values(fields: Mapping[str, Field], pad_values: Mapping[str, float]) -> Mapping[str, float]:
-    """Return *pad_values*; ArgumentError if a field is no tensor or cannot have its value."""
+    """Return *pad_values*; ArgumentError if a field is not a tensor or cannot hold its value."""
     for name, value in pad_values.items():
         field = fields.get(name)
         if not isinstance(field, Tensor):
@@ -467,7 +467,7 @@ def _to_int64(values: Any, least: int, below: float, message: str) -> Tensor:
     """
     Return whole numbers as an int64 tensor of shape (num,).
 
-    ArgumentError is raised if a number is not whole, is less than *least*, or is *below* or more.
+    ArgumentError is raised unless all are whole numbers from *least* to less than *below*.
     """
     with suppress(TypeError, ValueError, RuntimeError):
         numbers = torch.as_tensor(values)

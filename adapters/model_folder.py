@@ -192,7 +192,7 @@ def _require_end_tokens(path: Path) -> None:
     try:
         content = parse_json(read_text(path))
     except ValueError as error:
-        raise ConfigError.for_key("model.model", f"needs {path}, which cannot be read ({error}): copy it") from None
+        raise _damage_error(path, f"cannot be read ({error})", "copy it again") from None
     ends = content.get("eos_token_id") if isinstance(content, Mapping) else content
     if ends is not None and not all(type(end) is int for end in (ends if isinstance(ends, list) else [ends])):
         reason = f"has eos_token_id {str(ends)[:40]} in {path}, which is neither a token id nor a list of them"
@@ -200,7 +200,7 @@ def _require_end_tokens(path: Path) -> None:
 
 
 def config_architecture(model: ModelConfig) -> str:
-    """Return the first architecture in a model's config.json, or the model type without one."""
+    """Return the first architecture in a model's config.json; without any, the model type."""
     content = config_content(model)
     return str((content.get("architectures") or [content["model_type"]])[0])
 
@@ -236,7 +236,7 @@ def _first_file(folder: Path, names: Collection[str]) -> Path | None:
 
 
 def _weight_names(folder: Path) -> Collection[str]:
-    """Return the names of the weights in a folder's safetensors files; empty without any."""
+    """Return the names of the weights in a folder's safetensors files; empty without such files."""
     path = _first_file(folder, _WEIGHTS[:2])
     if path is None:
         return ()
@@ -339,7 +339,7 @@ def config_digest(model: ModelConfig) -> str:
 
 def model_file_facts(folder: Path, *, patterns: Sequence[str] = ("config.json",)) -> dict[str, str]:
     """
-    Return size and digest of each file of a model as one text, keyed by `model.model NAME`.
+    Return a text with the size and digest of each matching file, keyed by `model.model NAME`.
 
     The result is empty if *folder* does not exist. Digests cover only a part of a weight file.
 

@@ -88,7 +88,7 @@ def find_sharded_weight(model: torch.nn.Module) -> str | None:
 
 @contextmanager
 def hold_buffers_and_rng(model: torch.nn.Module) -> Iterator[None]:
-    """Restore a model's buffers and the random states of Python, numpy and torch afterwards."""
+    """Restore a model's buffers and the random states of Python, numpy and torch on exit."""
     drawn, drawn_by_numpy = random.getstate(), np.random.get_state()  # noqa: NPY002  # that of others
     buffers = [(buffer, buffer.detach().clone()) for buffer in model.buffers()]
     try:

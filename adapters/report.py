@@ -24,7 +24,7 @@ from packplan.core.plan import RawPlan
 from packplan.core.surface import COLOURS, Figure, Plan, draw_first_packs
 
 HEAD = "<!doctype html>\n<!-- A report by Packplan -->\n"
-"""First lines of a page; only a file that begins with them may be overwritten by a new page."""
+"""First lines of a page; `packplan plan report` overwrites only a file that begins with them."""
 
 _CLEANED = {
     # Removes definitions that would apply to the whole page, sizes, and fonts, since the page sets
@@ -88,7 +88,7 @@ class ReportedPlan:
         plan, summary, sources = self.plan, self.summary, self.sources
         limit, longest = plan.packing_length, max(one.max() for one in sources.values())
         edges = np.geomspace(min(one.min() for one in sources.values()), max(longest, limit) + 1, 41)
-        text = f"The longest sample has {longest:,} tokens; the dashed line is a pack of {limit:,}."
+        text = f"The longest sample has {longest:,} tokens; the dashed line marks a pack of {limit:,} tokens."
         yield _histogram(("Samples by length", text), "tokens", sources, edges.round(), limit=limit)
         if self.needs:
             fills = 100 * filled_tokens(plan.packs.loads(self.lengths), limit) / limit
@@ -101,7 +101,7 @@ class ReportedPlan:
             yield _histogram(("Samples of a pack", text), "samples", {"packs": sizes}, edges)
         if self.works is not None:
             edges, mean, busiest = self.works
-            text = "FLOPs of the mean rank, and how many more the busiest rank has; all others wait for that rank."
+            text = "FLOPs of the mean rank, and how many more the busiest rank needs; all others wait for that rank."
             parts = {"mean rank": mean, "more on the busiest rank": busiest - mean}
             yield _stacked_chart(("Work of each step", text), "steps", parts, edges)
 

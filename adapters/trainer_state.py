@@ -1,7 +1,8 @@
 """
 Reads and writes a transformers trainer's state in a checkpoint, protected by a digest.
 
-If DeepSpeed stores parts of the optimizer, the module also checks that no file of them is missing.
+If DeepSpeed stores the optimizer in parts, the module also checks that none of their files is
+missing.
 """
 
 import dataclasses
@@ -75,7 +76,7 @@ def require_same_step(folder: Path, state: Mapping[str, Any], step: int) -> None
         CorruptArtefactError: The steps differ.
     """
     if state.get("global_step") != step:
-        reason = f"its global_step is {state.get('global_step')}, but that of its plan is {step}"
+        reason = f"its global_step is {state.get('global_step')}, but Packplan's resume state is at step {step}"
         raise CorruptArtefactError(str(folder / STATE), reason, DAMAGED_STATE_REMEDY)
 
 

@@ -137,8 +137,8 @@ def swift_types(model: ModelConfig, template: TemplateConfig) -> tuple[str | Non
     The run's keys `model.model_type` and `template.template` take precedence. Next comes the
     template that ms-swift saved in the folder's `args.json`, then the entry of ms-swift's registry
     for the folder's name. Last come the defaults of the architecture (`families.json`) and the only
-    entry of ms-swift's registry for the architecture. The model type is None for a text model
-    without an entry, which ms-swift loads like transformers.
+    entry of ms-swift's registry for the architecture. If a text model has no entry, the model type
+    is None, and ms-swift loads the model as transformers does.
 
     Raises:
         ConfigError: ms-swift's registry has no entry for the architecture, or several.

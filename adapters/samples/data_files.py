@@ -2,8 +2,9 @@
 Finds data files by name or pattern, and opens each in its format.
 
 Compressed files, Parquet and Arrow are recognised by their first bytes, CSV and TSV by their names.
-A text that begins with `[` is a JSON array, and any other text is JSON Lines. JSON Lines and Arrow
-are read in place, all other formats from a converted copy.
+A text that begins with `[{` is a JSON array, and so is a `.json` file that begins with `[`. Any
+other text is JSON Lines. Arrow and uncompressed JSON Lines are read in place, all other files from
+a converted copy.
 """
 
 import glob
@@ -86,7 +87,7 @@ def copy_faults(paths: tuple[str, ...], *, cache: Path | None) -> Iterator[tuple
         if (changed := file.cache_fault()) is not None:
             yield str(path), changed
         elif file.copy and (fault := copy_fault(path, Path(file.copy))) is not None:
-            yield str(path), f"{fault}: delete {file.copy}, and build again"
+            yield str(path), f"{fault}: delete {file.copy}, and build the plan again"
 
 
 def file_faults(paths: Iterable[str]) -> Iterator[str]:
@@ -142,7 +143,8 @@ def _match_files(path: str) -> list[Path]:
     if is_url(path):
         raise DataSetError(f"{mask_credentials(path)} is a URL, which is read only where train_jsonl names it")
     if (asked := _SAMPLED.fullmatch(path)) and not Path(path).exists():
-        remedy = f"name the file, or draw {asked[1]} in each epoch by a mix (custom.fusion_config, count: {asked[1]})"
+        mix = f"a mix (custom.fusion_config, count: {asked[1]})"
+        remedy = f"name the file, or draw {asked[1]} of its records in each epoch with {mix}"
         raise DataSetError(f"{path} is ms-swift's notation for some records of a file: {remedy}")
     if Path(path).is_dir() and not is_arrow_folder(Path(path)):
         return _find_shards(Path(path))

@@ -8,10 +8,10 @@ processes read the stored bytes without a network. If a stored medium was delete
 now has different bytes, an error is raised. No message or note has the query or user name of a URL,
 since these may be credentials.
 
-fsspec's `filecache` is not used for several reasons. The cache stores no digest, so it does not
-detect another file under the same name, and it has no size limit. The index has whole URLs,
-signatures included, in one file that processes write without a lock. The cache also treats a URL
-with a new signature as another file.
+There are several reasons not to use fsspec's `filecache`. The cache stores no digest, so it does
+not detect another file under the same name, and it has no size limit. The cache's index has whole
+URLs, signatures included, in one file that processes write without a lock. The cache also treats a
+URL with a new signature as another file.
 """
 
 import contextlib
@@ -152,7 +152,7 @@ def _download_version(url: str, folder: Path, version: FileVersion) -> Path:
 
 def fetch_medium(medium: Image | Video, folder: str, cache: "MediaCache | None", *, is_video: bool = False) -> Any:
     """
-    Return the local path of a medium, or of each frame; a remote medium is downloaded first.
+    Return the local path of a medium, or of each of its frames; remote media are downloaded first.
 
     An image inside the record is returned as its bytes.
 
@@ -203,7 +203,7 @@ class MediaCache:
             is_video: Whether the medium is a video, which may be larger than an image.
 
         Raises:
-            ValueError: The medium cannot be fetched, or an image was expected but is not one.
+            ValueError: The medium cannot be fetched, or has to be an image but is not one.
             OutputError: The download cannot be written, for example on a full disk.
         """
         if (found := self._find_file(url)) is not None:
@@ -211,7 +211,7 @@ class MediaCache:
         kind, lock = "video" if is_video else "image", self._note_file(url).with_name("lock")
         files.make_folder(lock.parent)
         # One thread of one process fetches this medium; fetching of other media seldom waits.
-        with files.hold_lock(lock, "for a medium of another process"):
+        with files.hold_lock(lock, "for a medium that another process downloads"):
             if (found := self._find_file(url)) is not None:
                 return found
             if url not in self._failed:

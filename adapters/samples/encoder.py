@@ -247,7 +247,7 @@ class SwiftEncoder:
             raise self.record_error(index, f"the record cannot be encoded: {type(error).__name__}: {error}") from error
 
     def _drop_binary_weights(self, index: int, encoded: dict[str, Any]) -> dict[str, Any]:
-        """Drop token weights if all are 0 or 1; RecordError if there is not one for each label."""
+        """Drop weights that are all 0 or 1; RecordError unless others are one for each label."""
         weights = encoded.pop("loss_scale", None)
         if weights is None or set(weights) <= {0, 1}:
             return encoded
@@ -329,8 +329,8 @@ class SwiftEncoder:
             message.get("loss") is not None and message["role"] not in {"assistant", CALL}
             for message in sample["messages"]
         ):
-            reason = "the record has 'loss': false in a message of the user, but template.loss_scale: all trains it"
-            raise self.record_error(index, f"{reason} anyway: remove the key")
+            reason = "the record has 'loss': false in a message that is no answer, but template.loss_scale: all trains"
+            raise self.record_error(index, f"{reason} it anyway: remove the key")
 
     def copy_faults(self) -> Iterator[tuple[str, str]]:
         """Yield the path of each file that differs from its copy or cache, with a message."""
@@ -354,7 +354,7 @@ class SwiftEncoder:
         """
         Return the index and shape of the first valid record among *indices*.
 
-        If the first `_TRIED` records are invalid, the first record with a known shape is taken.
+        If the first `_TRIED` records are invalid, the first of them with a known shape is returned.
         """
         columns, known = self.config.custom.columns, None
         for index in indices[:_TRIED]:
@@ -415,8 +415,8 @@ class SwiftEncoder:
         if size > custom.max_video_bytes:
             reason = (
                 f"the sampled frames ({facts.width} x {facts.height}) of the video {_video_name(video)} take "
-                f"{counted(size, 'byte')}, but may take {custom.max_video_bytes:,}: lower template.fps_max_frames, "
-                "shrink the video, or raise custom.max_video_bytes"
+                f"{counted(size, 'byte')}, but may take at most {custom.max_video_bytes:,}: lower "
+                "template.fps_max_frames, shrink the video, or raise custom.max_video_bytes"
             )
             raise self.record_error(index, reason)
         return facts

@@ -89,9 +89,9 @@ class SwiftMeasurer:
     The shortcut measures samples from their texts and the headers of their media. Samples that the
     shortcut does not support are encoded in full. To check the shortcut, the first sample of each
     kind is also encoded in full in each process, and so is one in `AUDITED_ONE_IN` of all samples
-    without videos. Samples with videos are checked less often, since decoding one takes as long as
-    counting hundreds. The first sample of each kind is also compared, token by token, with
-    ms-swift's own encode of its record.
+    without videos. Other samples with videos are not checked, since decoding one video takes as
+    long as counting the tokens of hundreds of samples. The first sample of each kind is also
+    compared, token by token, with ms-swift's own encode of its record.
     """
 
     pool_start_s = 1.0

@@ -1,5 +1,5 @@
 """
-Reads facts of images and videos without decoding them.
+Reads facts of images and videos without decoding them, except for the first frame of a video.
 
 Image sizes are read from headers; frame counts and frame rates are read from video containers. A
 digest shows whether a file has changed.
@@ -48,7 +48,7 @@ likely damaged.
 _INDEXED = ("mp4", "avi")
 
 _JITTER = 1
-"""Units of a container's time base by which rounding may change the distance of two frames."""
+"""Units of a container's time base by which rounding may change the time between two frames."""
 
 _LOST_S = 0.5
 """Seconds by which frames may end before the container's duration; more means a truncated file."""
@@ -151,7 +151,10 @@ class VideoFacts:
     """Frames a second; 0 for a list of frame images, which has no rate."""
 
     head: int
-    """First eight bytes of the SHA-256 of the first and last 64 KiB of its files, as an int64."""
+    """
+    First eight bytes, as an int64, of a SHA-256 over the first and last 64 KiB of the video's file,
+    or over the size and these parts of each frame's file.
+    """
 
     doubt: str | None = None
     """Reason why the video has to be decoded to measure it; None if its container suffices."""
@@ -170,7 +173,7 @@ def video_facts(video: Video, *, max_seconds: float) -> VideoFacts:
 
     Args:
         video: Path of a video file, or paths of its frames.
-        max_seconds: Longest duration in seconds that is accepted.
+        max_seconds: Longest accepted duration of a video file in seconds.
 
     Raises:
         ValueError: The video cannot be used; the message has the reason.
@@ -184,7 +187,7 @@ def _read_frame_files(frames: Sequence[str]) -> VideoFacts:
         sizes.add(read_image_size(frame))
         size, head = _read_size_and_ends(frame)
         if len(sizes) > 1:
-            message = f"the frame {frame} differs in size from earlier frames: all frames of a video need one size"
+            message = f"the frame {frame} differs in size from earlier frames: all frames of a video need the same size"
             raise ValueError(message)
         total += size
         digest.update(size.to_bytes(8, "little") + head)
@@ -279,7 +282,8 @@ class _Container:
     def _refuse_seconds(self, seconds: float) -> None:
         if seconds > self.max_seconds:
             raise self._refusal(
-                f"lasts {seconds:,.0f} s, but may last {self.max_seconds:,.0f}: cut it, or raise custom.max_video_s"
+                f"lasts {seconds:,.0f} s, but may last at most {self.max_seconds:,.0f} s: cut it, or raise "
+                "custom.max_video_s"
             )
 
     def _first_frame(self, stream: Any) -> tuple[Any, Iterator[Any]]:
@@ -300,7 +304,7 @@ class _Container:
         if any(entry.pos + entry.size > self.size for entry in shown):
             raise self._refusal(f"is truncated: its index names frames beyond its {counted(self.size, 'byte')}")
         if len(shown) != stream.frames:
-            return len(entries), "it has an edit list, or its index and its header count different frames"
+            return len(entries), "it has an edit list, or its index and its header state different numbers of frames"
         times = [entry.timestamp for entry in shown]
         return len(entries), self._rate_doubt(stream, times)
 
@@ -330,7 +334,7 @@ class _Container:
             return any(float(time) > seconds - _LOST_S for time in times)
 
     def _rate_doubt(self, stream: Any, times: list[int]) -> str | None:
-        """Return a reason to doubt that the frame rate is constant, or None without one."""
+        """Return a reason to doubt that the frame rate is constant; None if it is constant."""
         distances = np.diff(times)
         is_even = stream.average_rate == stream.base_rate and (not distances.size or np.ptp(distances) <= _JITTER)
         return None if is_even else "its frame rate varies"

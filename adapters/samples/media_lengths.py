@@ -2,9 +2,9 @@
 Computes the tokens and patches of images and videos from their sizes, without their pixels.
 
 For images there are two methods: the arithmetic of qwen_vl_utils, by which ms-swift resizes images
-for templates like Qwen-VL's, and the numbers that the processor computes for a size. For each
-template, the first method is taken that agrees with encoded images of several sizes. Width and
-height are those in the header, since ms-swift ignores EXIF orientation.
+for templates like Qwen-VL's, and the numbers that the processor computes for a size. The method of
+a template is the first that agrees with encoded images of several sizes. Width and height are those
+in the header, since ms-swift ignores EXIF orientation.
 
 For videos, the arithmetic of qwen_vl_utils gives the number of sampled frames and their scaled
 size. Two frames make one layer of patches. Qwen3-VL writes the time of each layer as text in front
@@ -136,7 +136,8 @@ class VideoCosts:
         Return the method for a template; None if the costs of videos cannot be computed.
 
         Costs cannot be computed if the template reads no videos, if its limits allow no size for
-        the test frames, or if full encodes of black videos have other costs.
+        the test frames, or if the computed cost of a black video differs from that of a full
+        encode.
 
         Args:
             template: Template of a vision model.
@@ -194,7 +195,7 @@ class VideoCosts:
         return float(self.sampling.get("fps", vision_process.FPS))
 
     def _sampled_indices(self, facts: VideoFacts) -> tuple[list[int], float]:
-        """Return the indices of the sampled frames, and the frame rate; ValueError if too few."""
+        """Return the sampled frames' indices, and the frame rate; ValueError for a single frame."""
         if not facts.rate:
             return list(range(vision_process.ceil_by_factor(facts.num_frames, FRAMES_PER_LAYER))), self._sampling_rate()
         if facts.num_frames < FRAMES_PER_LAYER:
@@ -227,8 +228,8 @@ def _resized_frame_size(height: int, width: int, factor: int, least: float, most
     Return a frame's height and width after the resize of qwen_vl_utils, which may raise ValueError.
     """
     if most < least:
-        message = f"frames need at least {least:,.0f} pixels, and may have {most:,.0f}: lower template.video_min_pixels"
-        raise ValueError(message)
+        fact = f"frames need at least {least:,.0f} pixels, but may have at most {most:,.0f}"
+        raise ValueError(f"{fact}: lower template.video_min_pixels")
     try:
         rows, columns = vision_process.smart_resize(height, width, factor, least, most)
     except ValueError as error:

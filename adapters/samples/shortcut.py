@@ -188,7 +188,7 @@ class PieceCounter:
 
 
 def _is_plain_fast_tokenizer(tokenizer: Any) -> bool:
-    """Return whether a tokenizer is a `PreTrainedTokenizerFast` that encodes in its usual way."""
+    """Return whether a tokenizer is a `PreTrainedTokenizerFast` with unchanged encoding methods."""
     kind = type(tokenizer)
     return (
         isinstance(tokenizer, PreTrainedTokenizerFast)

@@ -119,7 +119,7 @@ def open_template(
     Args:
         model: Section `model`, from whose folder tokenizer and processor are read.
         template: Section `template`, which decides how a record becomes tokens.
-        packing_length: Token limit of a pack, to which the template truncates.
+        packing_length: Token limit of a pack, and of a sample if the template truncates.
         packs: Whether samples share packs; if so, templates that cannot collate packs are refused.
         processor: Processor of the model; None loads it.
     """
@@ -251,7 +251,7 @@ def _refuse_media_template(template: Template) -> None:
     reads_media = type(template).replace_tag is not Template.replace_tag
     if reads_media and not template.model_meta.is_multimodal:
         name = template.template_meta.template_type
-        reason = f"is {name}, which is for images, videos or sound, but this model reads text only: name a text one"
+        reason = f"is {name}, which is for images, videos or sound, but this model reads text only: name one for text"
         raise ConfigError.for_key("template.template", reason)
 
 
@@ -297,6 +297,6 @@ def _refuse_unknown_names(template: TemplateConfig) -> None:
 
 def _return_inputs(_: Any, inputs: Any = None) -> Any:
     """
-    Return *inputs* unchanged, or None without them; this replaces a template's method.
+    Return *inputs* unchanged, or None by default; this replaces a method of a template.
     """
     return inputs

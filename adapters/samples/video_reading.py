@@ -1,9 +1,9 @@
 """
 Samples and decodes video frames with qwen_vl_utils and decord, by the YAML's section `template`.
 
-decord 0.6 fails on videos whose container rotates them by a quarter turn. PyAV reads such videos,
-and returns the same frames. If qwen_vl_utils uses another reader, such as an installed torchcodec,
-every video is decoded to measure it.
+decord 0.6 fails on videos whose container rotates them by a quarter turn. Such videos are read with
+PyAV, at the same frame indices. If qwen_vl_utils uses another reader, such as an installed
+torchcodec, every video is decoded to measure it.
 """
 
 from collections.abc import Callable, Mapping
@@ -51,7 +51,7 @@ def decord_fault() -> str | None:
     """
     Return why decord does not read videos on this machine, or None if it does.
 
-    Only decord's way to count frames is known.
+    The frames of a video can be counted without decoding only as decord counts them.
     """
     found = vision_process.get_video_reader_backend()
     if found == READER:

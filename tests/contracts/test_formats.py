@@ -204,7 +204,7 @@ def test_a_copy_is_made_once_and_is_what_its_file_holds(tmp_path, name, hide_cha
         (small,) = {*copies(tmp_path)} - {copy}
         whole = small.read_bytes()
         small.write_bytes(whole.replace(b"a.png", b"b.png"))
-        assert [f"its copy was changed: delete {small}, and build again"] == faults(path)
+        assert [f"its copy was changed: delete {small}, and build the plan again"] == faults(path)
         small.write_bytes(whole)
         hide_change(path)
         path.write_bytes(FORMATS[name](RECORDS))
@@ -348,7 +348,7 @@ def test_json_of_anything_comes_back_as_the_json_module_wrote_it(tmp_path_factor
         (b'{"\\uDC00": 1}', r"has \\udc00 without its other half"),
         (
             b'{"a": -' + b"9" * 5000 + b"}",
-            "not valid JSON: the number of more than 4,300 digits is too large: write it as text",
+            "not valid JSON: a number with more than 4,300 digits is too large: write it as text",
         ),
         (b'{"a": 1e999}', "the number 1e999 is too large: write it as text"),
     ],

@@ -32,7 +32,7 @@ of its text, not of its value.
 _KEPT: set[int] = set()
 """File descriptors that stay open; if `_most_kept` are open, a file is opened for each read."""
 
-_TOO_LONG = "the number of more than 4,300 digits is too large: write it as text, in quotes"
+_TOO_LONG = "a number with more than 4,300 digits is too large: write it as text, in quotes"
 """Reason that replaces Python's message, which names a function of `sys`."""
 
 
@@ -57,7 +57,8 @@ class LinesFile(RecordFile):
     def cache_fault(self) -> str | None:
         """Return how the file differs from its cached arrays, or None; reads the whole file."""
         if self._is_cached and not np.array_equal(self._scan(), self.spans):
-            return f"its records differ from the positions in {self._cache.path}: delete that file, and build again"
+            fact = f"its records differ from the positions in {self._cache.path}"
+            return f"{fact}: delete that file, and build the plan again"
         return super().cache_fault()
 
     def _scan(self) -> NDArray[np.int64]:
@@ -84,7 +85,7 @@ class LinesFile(RecordFile):
     def _read_value(self, row: int) -> Any:
         start, end, _ = self.spans[row].tolist()
         if end - start > LONGEST_PARSED:
-            several = "write each record on one line if it holds several, and" if len(self) == 1 else "write"
+            several = "write each record on a line of its own, and" if len(self) == 1 else "write"
             reason = f"the {self.unit} has {counted(end - start, 'byte')}, but may have at most {LONGEST_PARSED:,}"
             raise ValueError(f"{reason}: {several} images to files")
         return _parse_record(b"".join(self._read_text(start, end)))

@@ -284,8 +284,8 @@ class RecordFile:
         for row in progress(rows, desc=f"comparing {self.name}", leave=False, delay=BRIEF_S):
             if self._read_digest(row) != self.known_digest(row):
                 place = f"{self.unit} {self.location(row).number:,}"
-                delete = self.copy or "that"
-                return f"{place} differs from its digest in {self._cache.path}: delete {delete}, and build again"
+                fact = f"{place} differs from its digest in {self._cache.path}"
+                return f"{fact}: delete {self.copy or 'that file'}, and build the plan again"
         return None
 
 

@@ -1,5 +1,5 @@
 """
-Converts files without random access to copies, from Parquet to Arrow, all others to JSON Lines.
+Copies files that allow no random access: Parquet as Arrow, all other files as JSON Lines.
 
 Each line of a copy is one line of the original file, or one row of its array or table, so that
 messages can name the place in the original. A copy is named by the digest of the original, and
@@ -222,7 +222,7 @@ def _table_rows(text: io.TextIOWrapper, name: str, delimiter: str) -> Iterator[s
                 number += 1
                 if len(fields) != len(columns):
                     reason = f"has {counted(len(fields), 'field')}, but the header names {len(columns)}"
-                    _refuse_row(name, number, f"{reason}: put quotes around a text with commas")
+                    _refuse_row(name, number, f"{reason}: put quotes around each text that contains the delimiter")
                 row = {column: field for column, field in zip(columns, fields, strict=True) if field}
                 yield json.dumps(row, ensure_ascii=False)
     except csv.Error as error:
@@ -231,7 +231,7 @@ def _table_rows(text: io.TextIOWrapper, name: str, delimiter: str) -> Iterator[s
 
 def _open_decompressed(path: Path) -> Any:
     """
-    Open a file for reading, and decompress .gz and .zst.
+    Open a file for reading, and decompress it if it begins like a gzip or Zstandard file.
 
     Reading damaged compressed data raises an OSError without errno.
     """
