@@ -44,8 +44,8 @@ _QUANTILES = (1.0, 0.0, 0.5, 0.75, 0.25)
 
 _WINDOW = 8
 """
-Divisor of the plan's packs: a measured step takes packs of similar work from at most this part of
-the plan. The step may contain a pack several times.
+Number of parts into which packs, sorted by work, are divided: a measured step takes its packs from
+at most one part. The step may contain a pack several times.
 """
 
 _PREFIXES = {"": 0, "K": 1, "M": 2, "G": 3, "T": 4}
@@ -413,9 +413,9 @@ def calibration_packs(
     Choose the packs that are trained to measure time; return the samples of each pack, in the order
     of the steps.
 
-    Some steps have packs of similar work, from heavy to light packs. Further steps have the packs
-    with the most images, halves of packs, or the packs of the run's first two steps. The last step
-    has a single microbatch.
+    Each of the first steps has packs of similar work: the heaviest, the lightest, or packs between.
+    Further steps have the packs with the most FLOPs of images, halves of packs, or the packs of the
+    run's first two steps. If steps have several microbatches, the last step has only one.
 
     Args:
         packs: Packs of the plan.

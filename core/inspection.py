@@ -61,7 +61,7 @@ class PlanSummary:
     num_packs: int
 
     lower_bound: int
-    """Proven number of packs, dropped packs included: no plan of these samples has fewer."""
+    """Lower bound on the number of packs, with dropped ones: no plan of these samples has fewer."""
 
     bound_kind: BoundKind
     """Method that found the lower bound."""

@@ -23,7 +23,7 @@ class PackingMetrics:
     num_tokens: int
 
     lower_bound: int
-    """Proven number of packs: no packing has fewer."""
+    """Lower bound on the number of packs: no packing has fewer."""
 
     packs_by_tokens: int
     """`ceil(tokens / capacity)`."""

@@ -507,7 +507,7 @@ def _draw_faults(mix: Mix, available: Sequence[int], samples: Sequence[int]) -> 
     for number, (source, size, num, quota) in enumerate(found):
         if (draws := int(quota / size * num)) > _MOST_DRAWS and source.replacement:
             key = "its count" if source.count else f"{mix.by}_per_epoch"
-            reason = f"({source.jsonl}) would be drawn {draws:,} times in an epoch, more than {_MOST_DRAWS:,}"
+            reason = f"({source.jsonl}) would be drawn {draws:,} times in an epoch, but at most {_MOST_DRAWS:,} fit"
             yield Fault(f"sources[{number}]", f"{reason}: lower {key}")
 
 

@@ -51,7 +51,7 @@ _COUNTED = (
 
 @contextmanager
 def _advise_to_delete(path: Path) -> Iterator[None]:
-    """Add the advice to delete *path* to any CorruptArtefactError in this context."""
+    """In this context, advise in the text of any CorruptArtefactError to delete *path*."""
     try:
         yield
     except CorruptArtefactError as error:

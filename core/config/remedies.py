@@ -30,8 +30,8 @@ REMEDIES: Mapping[str, str] = MappingProxyType(
         "isolation": "train without packing (training.packing: false)",
         "attention": "let the run choose another (model.attn_impl: auto)",
         "probe": "train without packing (training.packing: false)",
-        "stale_lengths": "measure again in another folder (training.output_dir), or delete that one (checkpoints are "
-        "not in it)",
+        "stale_lengths": "measure again in another folder (training.output_dir), or delete the folder of these lengths "
+        "(it has no checkpoints)",
         "borrowed_lengths": "to measure here, remove training.packing_lengths_from",
         "table_lengths": "to measure here, remove custom.lengths; packplan measure --config writes a table that fits",
         "changed_plan": "restore the data and the settings, or start a new run from its weights: set model.model to "

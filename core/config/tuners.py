@@ -45,7 +45,7 @@ _CHECKS: Mapping[str, Check] = {
     "trainable_parameters_regex": pattern_faults,
     "init_weights": must(
         lambda name: bool(re.fullmatch(r"false|gaussian|olora|pissa(_niter_\d+)?", name)),
-        "false, gaussian, olora, pissa or pissa_niter_ and a number",
+        "false, gaussian, olora, pissa or pissa_niter_ with a number after it",
     ),
 }
 

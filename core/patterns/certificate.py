@@ -132,7 +132,7 @@ class Certificate:
     """Lower bound on the number of packs, and the packing that the search found."""
 
     bound: int
-    """Proven number of packs: no packing has fewer."""
+    """Lower bound on the number of packs: no packing has fewer."""
 
     filling: Filling | None
     """Best packing that the search found; None without a search."""

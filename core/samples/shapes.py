@@ -130,7 +130,7 @@ def to_shape(record: object, columns: Mapping[str, str | None] | None = None) ->
     if ignored := {name for name, known in (columns or {}).items() if known is None}:
         record = {name: _drop_keys(held, name, ignored) for name, held in record.items()}
     if isinstance(objects := record.get("objects"), Mapping) and {"ref", "bbox"} & objects.keys():
-        fail("has 'objects' of <ref-object> and <bbox>: write names and boxes into the texts, or train by swift sft")
+        fail("has 'objects' of <ref-object> and <bbox>: write names and boxes into the texts, or train with swift sft")
     for known, others in (("messages", _ANSWERED[:3]), ("objects", _ANSWERED)):
         if has(record, known) and (other := next((name for name in others if has(record, name)), None)):
             fail(f"has {known!r} and {other!r}, and one would be ignored: remove one")
