@@ -52,10 +52,10 @@ AttentionInterface.register(PATCHES_NAME, _uncompiled(attend_to_patches))
 
 def set_attention(model: Any, attention: AttentionChoice) -> None:
     """
-    Make a model use varlen attention, keep its row and run layers by sample, as *attention*
-    specifies.
+    Make a model use varlen attention, keep its current row, and run some layers sample by sample,
+    each only if *attention* requires it.
 
-    An attention of transformers needs no change here, since it is set when the model is loaded.
+    The name of an attention of transformers is set when the model is loaded, not by this function.
 
     Args:
         model: Model of transformers.

@@ -51,8 +51,8 @@ class PackedRow:
 
     known_lengths: tuple[int, ...] | None = None
     """
-    Number of tokens of each sample, if known from a padded batch. None if reading it waits for the
-    device.
+    Number of tokens of each sample, if known from a padded batch. None if the numbers are only on
+    the device, which delays reading them.
     """
 
     @cached_property

@@ -1,12 +1,12 @@
 """
-Sharing of rows by ranks: `share_rows` makes a model compute only this rank's part of each row.
+Rows that several ranks compute together, each rank a part of the row.
 
-All ranks of a group call the model with the same row. Before the decoder, the row is divided, and
-each rank continues with its own tokens. Only attention needs all tokens, which the ranks exchange
-for it (`attention.shares`). After the decoder, the parts are joined again. In a call with labels,
-each rank computes the loss of its part instead, and these losses are added up. So each rank gets
-the results of the whole row, and the mean of the ranks' gradients is the row's gradient. Every rank
-encodes all images of the row.
+`share_rows` makes a model compute this rank's part of each row. All ranks of a group call the model
+with the same row. Before the decoder, the row is divided, and each rank continues with its own
+tokens. Only attention needs all tokens, which the ranks exchange for it (`attention.shares`). After
+the decoder, the parts are joined again. In a call with labels, each rank computes the loss of its
+part instead, and these losses are added up. So each rank gets the results of the whole row, and the
+mean of the ranks' gradients is the row's gradient. Every rank encodes all images of the row.
 
 `RowGroups` has the groups of ranks that share a row. Either the number of ranks is the same for
 each row, or it depends on the row's tokens and is called the row's degree. Groups without a common

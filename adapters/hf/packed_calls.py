@@ -146,7 +146,7 @@ class TextStack:
 
     def _positions_restart(self, positions: torch.Tensor | None, tokens: RealTokens) -> bool:
         """
-        Return whether text positions decrease within a batch row, so that it is packed already.
+        Return whether a batch row is packed already: whether text positions decrease within it.
         """
         if positions is None or (positions.dim() == 3 and positions.shape[0] != 4):
             return False
@@ -275,7 +275,7 @@ class _Thread(local):
     """Real tokens of a call whose labels are packed too."""
 
     reads_padding = False
-    """Whether the caller reads results at padding, so that the call is computed with padding."""
+    """Whether the caller reads results at padding; the call is then computed with padding."""
 
     trial: UnpadCounts | None = None
     """Counts of the running trial; None outside of trials."""

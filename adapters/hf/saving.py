@@ -33,8 +33,8 @@ log = logging.getLogger(__name__)
 
 _DIGESTS = "packplan_digests_*.json"
 """
-Pattern of the names of digest files in a checkpoint, one file per rank. Each digest file has the
-number of digest files, and the SHA-256 of a share of the other files by name.
+Pattern of the names of digest files in a checkpoint, one file per rank. Each digest file stores
+the number of digest files, and the SHA-256 of each file in its rank's share of the other files.
 """
 
 _MARK = "packplan_digests"

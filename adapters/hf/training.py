@@ -76,8 +76,9 @@ def use_plan(
     preference data, the loss is the mean over pairs of answers; with KTO, over rows.
 
     Checkpoints are written by the trainer. A run can resume from a checkpoint in the middle of an
-    epoch, also on another number of ranks. All rows are read once before the first step. A row that
-    is not one sample raises an error, and so do changed rows in a resumed run.
+    epoch, also on another number of ranks. All rows are read once before the first step, unless
+    the checkpoint of a resumed run stores their lengths and digests. A row that is not one sample
+    raises an error, and so do changed rows in a resumed run.
 
     Call `use_plan` on every rank, after the trainer is built. The model is probed first.
 

@@ -62,7 +62,8 @@ class PackBatches:
                 state with the same values can be loaded.
             data: Digest of the rows; `RowsOfPacks.inspect` returns it.
             identity: Model, loss and settings of the run.
-            state: State of the run before training, in place of *plan*, *data* and *identity*.
+            state: Resume state of the run at its start, passed instead of *plan*, *data* and
+                *identity*.
 
         Raises:
             ArgumentError: *schedule* is not a schedule or has another number of ranks, or *rank* is

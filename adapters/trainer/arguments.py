@@ -153,7 +153,7 @@ _TRIALS: dict[tuple[str, ...], Callable[[Any], None]] = {
     ("max_shard_size",): _try_shard_size,
 }
 """
-Key, and other keys that are used with it -> function that raises an error if their values fail.
+Keys that are used together -> function that raises an error if training cannot use their values.
 """
 
 

@@ -162,7 +162,7 @@ class CheckedTrainer(KeepsCheckpoints, StopsAtNonFinite, ComputesPacks, TimesSte
 
     @property
     def is_sharded(self) -> bool:
-        """Whether FSDP or DeepSpeed is in use, so that checkpoints may be sharded."""
+        """Whether checkpoints may be sharded, since FSDP or DeepSpeed is in use."""
         return bool(self.is_fsdp_enabled or self.is_deepspeed_enabled)
 
     @property
