@@ -44,7 +44,7 @@ def main(arguments: list[str] | None = None) -> int:
         "or a default, such as template.max_pixels=200704",
     )  # fmt: skip
     parser.add_argument("--model", metavar="M", help="folder of the model, or its id in a local cache")
-    parser.add_argument("--config", metavar="run.yaml", help="run whose model, template and data are used")
+    parser.add_argument("--config", metavar="run.yaml", help="YAML of a run, whose model, template and data are used")
     parser.add_argument(
         "-o", "--output", type=Path, required=True, metavar="lengths.parquet",
         help="table to write; an existing table is continued",

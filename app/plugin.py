@@ -3,8 +3,8 @@ Write a plugin that trains planned packs inside an ms-swift command.
 
 `packplan plugin swift -o plugin.py`, then
 `swift sft ... --packing true --external_plugins plugin.py`: see docs/use-it-in/swift.md. Types of
-`swift rlhf` other than dpo use the plugin without `--packing`: they train ms-swift's own batches,
-without computing padding. If the arguments end with an ms-swift command, as in
+`swift rlhf` other than dpo and kto use the plugin without `--packing`: they train ms-swift's own
+batches, without computing padding. If the arguments end with an ms-swift command, as in
 `packplan plugin swift -o plugin.py swift sft --model ...`, the command is planned first, and the
 plugin refuses every other plan.
 """
@@ -61,7 +61,7 @@ def main(arguments: list[str] | None = None) -> int:
     )  # fmt: skip
     parser.add_argument(
         "--max-sequence-parallel-size", type=parse_ranks, metavar="N",
-        help="most ranks that share a pack, a power of two (default: the largest that divides the number of ranks)",
+        help="most ranks that may share a pack: a power of two (default: the largest that divides all ranks)",
     )  # fmt: skip
     parser.add_argument("--world-size", type=parse_ranks, metavar="N", help="ranks (default: as in the command)")
     add_logging_options(parser)

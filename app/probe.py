@@ -42,7 +42,7 @@ def _table_cells(found: BackendProbe) -> tuple[str, ...]:
     verdict = found.verdict
     how = found.reason if len(found.reason) <= 100 else f"{found.reason[:99]}…"
     if found.may_pack and verdict is not None:
-        how = "by itself" if found.packs_by_itself else "is told its rows"
+        how = "by itself" if found.packs_by_itself else "kept apart by Packplan"
         if verdict.split:
             how = f"{' and '.join(verdict.split)} run sample by sample"
         if verdict.attention != found.backend:

@@ -254,14 +254,14 @@ def unpadded_section(reasons: Mapping[str, Mapping[str, str]], *, date: str) -> 
     """Return the section of models that compute no padding; see `probe_unpadded`."""
     about = _wrap(ABOUT_UNPADDED.format(date=date, versions=versions()))
     groups = names_by_value({name: _padding_in_words(one) for name, one in reasons.items()})
-    groups = {words: ["all other families that pack"] if words == "every" else names for words, names in groups.items()}
+    groups = {words: ["all other families that pack"] if words == "all" else names for words, names in groups.items()}
     return f"{UNPADDED_HEADING}\n\n{about}\n\n{grouped_table(('padding that is left out', 'families'), groups)}"
 
 
 def _padding_in_words(reasons: Mapping[str, str]) -> str:
     if "right of" in reasons:
         return f"none: {reasons['right of'].rpartition(', ')[2]}"
-    return "every" if not reasons else f"every but {' and '.join(f'{side} tokens' for side in reasons)}"
+    return "all" if not reasons else f"all but padding {' and '.join(f'{side} tokens' for side in reasons)}"
 
 
 def replace_unpadded(page: str, section: str) -> str:

@@ -38,7 +38,7 @@ _TOO_MANY_FILES = (errno.EMFILE, errno.ENFILE)
 
 _LEAST_FILES, _MOST_FILES = 256, 2**16
 """
-Number of open files that a process needs at least, and the number to which its limit is raised.
+Minimum number of open files that a process needs, and the number to which its limit is raised.
 """
 
 _ELSEWHERE = "free disk space, or write elsewhere"
@@ -51,8 +51,7 @@ EXTRAS = MappingProxyType({"ray": "ray", "deepspeed": "deepspeed", "qwen_omni_ut
 
 def command_parser(name: str, about: str | None) -> argparse.ArgumentParser:
     """
-    Return an argument parser for `packplan NAME`, whose help begins with the unchanged text
-    *about*.
+    Return an argument parser for `packplan NAME`; its help begins with the text *about*, unchanged.
     """
     return argparse.ArgumentParser(
         prog=f"packplan {name}", description=about, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -101,7 +100,7 @@ def _parse_address(text: str) -> str:
 
 def parse_arguments(parser: argparse.ArgumentParser, arguments: list[str] | None) -> argparse.Namespace:
     """
-    Parse the options of a command; overrides may stand before and after options.
+    Parse the options of a command; overrides may come before and after options.
 
     If a subcommand sets its own parser as the default of `parser`, that parser reports errors.
     """
@@ -341,7 +340,7 @@ class _ErrorOutput(logging.Handler):
 def _set_up_logging(text: Callable[[str], str], *, verbose: bool, quiet: bool) -> None:
     """
     Log to standard error. Rank 0 logs all messages of Packplan; other ranks, libraries and runs
-    with --quiet log only warnings. *text* converts each line before it is shown.
+    with --quiet log only warnings and errors. *text* converts each line before it is shown.
     """
     rank = os.environ.get("RANK", "0")
     handler = _ErrorOutput()

@@ -43,7 +43,7 @@ def require_traceable(config: RunConfig) -> None:
     """
     Refuse a run whose step cannot be traced.
 
-    Runs on several ranks of torchrun are refused, and commands that train pairs, split texts, tasks
+    Refused are runs on several ranks of torchrun, and commands that train pairs, split texts, tasks
     other than causal LM, or batches of several packs.
     """
     if (started := read_world_size()) > 1:
@@ -151,8 +151,8 @@ def _count_started_ranks(launcher: Sequence[str]) -> int:
     number.
 
     Args:
-        launcher: Words before those of ms-swift, such as `python -m`. Without any, the program
-            `swift` starts the ranks of NPROC_PER_NODE and NNODES.
+        launcher: Words before those of ms-swift, such as `python -m`. If there are none, the
+            program `swift` starts the ranks of NPROC_PER_NODE and NNODES.
     """
     if starters := {*_LAUNCHERS} & {Path(word).name for word in launcher}:
         reason = "starts ranks: set their number with --world-size, before the command"

@@ -55,7 +55,7 @@ def train(config: RlConfig, group: RankGroup, *, quiet: bool = False) -> GRPOTra
 
     Args:
         config: The run.
-        group: All ranks. TRL's trainer uses their process group.
+        group: All ranks; TRL's trainer uses the process group of these ranks.
         quiet: Whether to hide progress bars.
 
     Raises:

@@ -141,7 +141,7 @@ def _resolve_model(model: ModelConfig) -> ModelConfig:
 @contextlib.contextmanager
 def raising_on_all_ranks() -> Iterator[None]:
     """
-    Check torchrun's environment, and raise an error of this context on all ranks.
+    Check torchrun's environment; raise an error in the body of this context on all ranks.
 
     The other ranks get the error when they connect, instead of waiting for this rank.
 

@@ -21,7 +21,7 @@ from packplan.core.schedule import DAMAGED_STATE_REMEDY, ResumeState
 
 
 def artefacts_folder(output_dir: str | Path) -> Path:
-    """Return the folder of a run's artefacts: it has its verdicts, and a folder for each split."""
+    """Return the folder of a run's artefacts: the run's verdicts, and a folder for each split."""
     return Path(output_dir) / "static_packing"
 
 

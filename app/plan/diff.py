@@ -82,7 +82,7 @@ def run(options: argparse.Namespace) -> None:
         for kind, found in samples.items():
             print(f"{counted(len(found), 'sample')} {kind}, {KINDS[kind]}: {format_ranges(found, most=SHOWN)}")
         if not samples:
-            print("all samples are in the same packs" if known else "samples are not compared: a side has no packs now")
+            print("all samples are in the same packs" if known else "samples are not compared: a packing is not stored")
     if rows or samples:
         counts = f"{counted(len(rows), 'fact')} and {counted(sum(map(len, samples.values())), 'sample')}"
         raise MismatchError("plans_differ", f"{options.first} and {options.second} differ in {counts}")

@@ -138,7 +138,7 @@ def explanation_lines(explanation: dict[str, Any]) -> Iterator[str]:
 def _sample_line(sample: dict[str, Any]) -> str:
     images = ", ".join(f"{width} x {height}" for width, height in sample["image_sizes"])
     return (
-        f"sample {sample['sample']}: {sample['length']:,} tokens, {sample['supervised']:,} of them supervised"
+        f"sample {sample['sample']}: {counted(sample['length'], 'token')}, {sample['supervised']:,} of them supervised"
         + (f", images {images} ({sample['patches']:,} patches)" if images else "")
         + (", truncated" if sample["cut"] else "")
         + (f"; {sample['record']}" if sample["record"] else "")

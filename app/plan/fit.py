@@ -189,7 +189,7 @@ def _assumptions(config: RunConfig) -> list[str]:
     others = ", and for CUDA and NCCL: an assumption, not measured on a GPU" if on_gpu else ": an assumption"
     notes = [f"{MARGIN:.0%} are added for rounding and fragmentation of blocks{others}"]
     if config.training.trainer.get("use_liger_kernel"):
-        notes.append("fused losses are computed by leaving logits out, and were never compared with a measured peak")
+        notes.append("fused losses are assumed to store no logits, which was never compared with a measured peak")
     if on_gpu:
         notes.append("buffers that GPU kernels allocate and free within one call are not counted")
     if config.training.shares_by_degree:
@@ -245,8 +245,8 @@ def excess_message(found: MemoryFit) -> str:
     if heaviest.tokens > full.tokens:
         return (
             f"{need}, by a sample of {heaviest.tokens:,} tokens that is longer than a pack; packs of up to "
-            f"{found.longest.tokens:,} fit: training.packing_allow_single_long: false leaves longer samples out, and "
-            "template.truncation_strategy truncates them"
+            f"{counted(found.longest.tokens, 'token')} fit: training.packing_allow_single_long: false leaves longer "
+            "samples out, and template.truncation_strategy truncates them"
         )
     return f"{need}; the longest template.max_length that fits is {found.longest.tokens:,}"
 

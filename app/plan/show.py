@@ -252,7 +252,7 @@ def _video_figures(opened: StoredSplit) -> Iterator[Figure]:
         return
     remark = f"{videos.seconds:,.1f} s; {videos.decoded:,} were decoded to be measured"
     yield Figure("videos", "videos", f"{videos.videos:,}", remark)
-    yield Figure("frames", "  frames", f"{videos.frames:,}", "that are sampled of them")
+    yield Figure("frames", "  frames", f"{videos.frames:,}", "that are sampled from all videos")
     yield Figure("patches", "  patches", f"{videos.patches:,}", "of two frames each, before merging")
 
 
@@ -263,7 +263,7 @@ def _schedule_figures(opened: StoredSplit) -> Iterator[Figure]:
     remark = f"{when}, {schedule.total_steps:,} in total; {schedule.effective_batch_size:,} {unit} a step"
     name = "optimizer steps" if trains else "forward passes"
     yield Figure("steps_per_epoch", name, f"{schedule.steps_per_epoch:,}", remark, decides=trains)
-    remark = f"of each rank in a step; {schedule.last_step_batches:,} in an epoch's last"
+    remark = f"of each rank in a step; {schedule.last_step_batches:,} in an epoch's last step"
     yield Figure("gradient_accumulation_steps", "  batches", f"{schedule.gradient_accumulation_steps:,}", remark)
     repeated = f", {schedule.repeated_packs:,} repeated" if schedule.repeated_packs else ""
     left = f", {schedule.unaligned_packs:,} dropped" if schedule.unaligned_packs else ""
@@ -277,5 +277,5 @@ def _schedule_figures(opened: StoredSplit) -> Iterator[Figure]:
     yield Figure("work_per_step", "  work", f"{schedule.work_per_step:,.4g}", remark)
     remark = f"busiest rank over the mean; worst step {schedule.worst_work_imbalance:.3f}"
     yield Figure("work_imbalance", "  imbalance", f"{schedule.work_imbalance:.4f}", remark, decides=several)
-    remark = "the same where ranks wait for each other in each microbatch"
+    remark = "the same, if ranks wait for each other in each microbatch"
     yield Figure("microbatch_imbalance", "  of microbatches", f"{schedule.microbatch_imbalance:.4f}", remark)

@@ -83,4 +83,4 @@ def _forecast_rows(forecast: RunForecast, ranks: str) -> Iterator[tuple[str, str
     yield "  an epoch", time_text(forecast.epoch_seconds), f"{counted(len(steps), 'step')}"
     for name, pause in (("an evaluation", forecast.evaluation), ("a checkpoint", forecast.checkpoint)):
         if pause.every and pause.seconds:
-            yield f"  {name}", time_text(pause.seconds), f"after each {counted(pause.every, 'step')}, and the last"
+            yield f"  {name}", time_text(pause.seconds), f"after every {counted(pause.every, 'step')}, and at the end"

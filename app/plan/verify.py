@@ -81,7 +81,7 @@ def run(options: argparse.Namespace) -> None:
         try:
             found[name] = list(verify(split, num_samples=options.samples, decode=options.decode))
         except NotBuiltError as error:
-            found[name] = [Finding("artefacts", error.folder, f"{error.reason}: packplan plan build plans")]
+            found[name] = [Finding("artefacts", error.folder, f"{error.reason}: packplan plan build makes it")]
             absent.append(error)
     if len(absent) == len(opened):
         raise absent[0]
@@ -192,7 +192,7 @@ def _faults_of_plan(split: Split, lengths: StoredLengths, stored: StoredPlan | N
     """
     policy, where = split.policy, str(split.stores.plans.folder)
     if stored is None:
-        yield Finding("plan", where, "no plan is stored: packplan plan build plans")
+        yield Finding("plan", where, "no plan is stored: packplan plan build makes one")
         return
     key = split.plan_key(lengths.digest)
     differences = stored.key.differences(key)
@@ -223,7 +223,7 @@ def _faults_of_epochs(split: Split, samples: RecordLengths, stored: StoredPlan) 
         yield Finding("plan", where, "the epochs have no plans: packplan plan build plans them")
     for record in progress(stored.epochs, desc=f"planning {split.name} again", unit=" epochs"):
         if planner.make_record(planner.plan(record.epoch)) != record:
-            yield Finding("plan", where, f"planned again, epoch {record.epoch} differs")
+            yield Finding("plan", where, f"the plan of epoch {record.epoch} differs when it is made again")
 
 
 def _image_faults(name: str, lengths: StoredLengths, source: LengthSource, *, decode: bool) -> Iterator[Finding]:
@@ -272,4 +272,4 @@ def _sample_faults(name: str, lengths: StoredLengths, source: LengthSource, coun
             continue
         if differences:
             changes = "; ".join(map(str, differences))
-            yield Finding("samples", f"sample {index}", f"measures differently from what is stored: {changes}")
+            yield Finding("samples", f"sample {index}", f"has other measurements than the stored ones: {changes}")

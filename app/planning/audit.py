@@ -52,8 +52,9 @@ others are measured.
 
 COMPARED_TOKENS = 16_000
 """
-Most tokens of the samples that are encoded again if all samples are stored; encoding takes about
-0.3 s for samples with images. If `REPEATED_SAMPLES` samples have more tokens, fewer are encoded.
+Maximum total number of tokens of the samples that are encoded again if all samples are stored;
+encoding takes about 0.3 s for samples with images. If `REPEATED_SAMPLES` samples have more tokens,
+fewer are encoded.
 """
 
 
@@ -83,7 +84,7 @@ def recheck_stored(source: LengthSource, stored: StoredRows) -> int:
         measured = from_row(stored.table, index)
         if (encoded := source.measure_in_full(index)) != measured:
             message = (
-                f"sample {index} encodes to {to_row(encoded)}, but {to_row(measured)} are stored of it "
+                f"sample {index} encodes to {to_row(encoded)}, but {to_row(measured)} is stored for it "
                 f"({', '.join(COLUMNS)}), so the stored lengths are wrong: something that they depend on has "
                 "changed unnoticed; measure and plan again in another training.output_dir"
             )

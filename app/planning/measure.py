@@ -235,8 +235,8 @@ class BadRecords:
         if self._max_share is not None and len(records) > self._max_share * total:
             fact = (
                 f"{len(records):,} of {counted(total, 'record')} cannot become samples, which is more than "
-                f"custom.max_bad_share ({self._max_share}): fix them, or raise it, and "
-                "plan show --all names each:"
+                f"custom.max_bad_share ({self._max_share}): fix them, or raise this "
+                "limit, so that plan show --all lists all of them:"
             )
             message = "\n  ".join([fact, *(f"{one.where}: {one.reason}" for one in records[:_NAMED])])
             raise DataSetError(message)

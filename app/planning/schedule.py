@@ -66,7 +66,7 @@ def balanced_sync_point(config: RunConfig) -> SyncPoint | None:
     Return where a run's ranks wait for each other: `step` or `microbatch`; None if packs are not
     assigned by work.
 
-    `training.packing_balance: auto` takes `microbatch` under FSDP and under DeepSpeed from stage 2
+    `training.packing_balance: auto` means `microbatch` under FSDP and under DeepSpeed from stage 2
     on, else `step`. On a single rank, assignment by work has no effect.
     """
     asked = config.training.packing_balance
@@ -138,7 +138,7 @@ def partial_window_line(config: RunConfig, schedule: EpochSchedule) -> tuple[int
     if not isinstance(schedule.num_packs, int):
         window, epochs = schedule.gradient_accumulation_steps, len(schedule.num_packs)
         ragged = sum(schedule.num_epoch_batches(epoch) % window > 0 for epoch in range(epochs))
-        start = f"the last optimizer step of {ragged:,} of {counted(epochs, 'epoch')} sees fewer than {window:,} "
+        start = f"the last optimizer step of {ragged:,} of {counted(epochs, 'epoch')} has fewer than {window:,} "
         return (logging.INFO, f"{start}batches per rank") if ragged else None
     partial = partial_window(
         per_rank_batches=schedule.batches_per_epoch, gradient_accumulation_steps=schedule.gradient_accumulation_steps

@@ -123,7 +123,7 @@ def _log_stream(
     batch = accumulation_of(config, world_size=world_size).effective_batch_size
     rows = {
         "data": f"{counted(num_records, 'record')}, mixed and packed during training",
-        "packs": f"of {counted(config.packing_length, 'token')}, in the order of samples; steps an epoch are not known",
+        "packs": f"of {counted(config.packing_length, 'token')}, in the order of samples; steps of an epoch unknown",
         "training": f"{_run_length_text(config)}; {counted(batch, 'pack')} a step, on {counted(world_size, 'rank')}",
         **({} if evaluation is None else {"eval": describe_evaluation(evaluation)}),
         **attention_row(attention),
@@ -149,9 +149,7 @@ def _log_start(config: RunConfig, progress: StreamProgress) -> None:
         return
     log.info("resuming after optimizer step %d, in epoch %d", progress.step, progress.epoch)
     if progress.segments:
-        log.info(
-            "the epoch began on other ranks or loader workers: its remaining samples are assigned to these, in order"
-        )
+        log.info("the epoch began on other ranks or loader workers: its remaining samples are assigned again, in order")
 
 
 def _run_length_text(config: RunConfig) -> str:

@@ -169,7 +169,7 @@ def test_show_tells_every_epoch(write_mix, write_run, capsys, monkeypatch):
     assert 2 == len(fewer.plan.epochs)
     level, note = partial_window_line(read_config(path), fewer.epochs)
     assert logging.INFO == level, "no batch size would help each epoch"
-    assert re.match(r"the last optimizer step of \d of 2 epochs sees fewer", note)
+    assert re.match(r"the last optimizer step of \d of 2 epochs has fewer", note)
     with pytest.raises(NotBuiltError):
         open_split(read_config(path, ["training.num_train_epochs=4"]), "train", world_size=1)
     with pytest.raises(ConfigError, match="--epoch is 3"):

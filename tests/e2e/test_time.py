@@ -76,4 +76,4 @@ def test_two_ranks_measure_together(more, write_run, server, uneven, tmp_path):
     printed = [(tmp_path / "measured" / f"rank{rank}.log").read_text() for rank in range(2)]
     assert ["predicted time" in text for text in printed] == [True, False]
     assert "on 2 ranks (cpu), from" in printed[0]
-    assert re.search("a checkpoint .*after each 2 steps", printed[0])
+    assert re.search("a checkpoint .*after every 2 steps", printed[0])

@@ -144,7 +144,7 @@ def test_show_warns_of_what_training_would_refuse_or_do_otherwise(store, said, s
         "training would plan again, since a setting has changed: min_fill_ratio was '1.0', now '0.5'",
         "filled below 1.0 are dropped",
         "are skipped",
-        "no sample was encoded a second time yet",
+        "no sample has been encoded a second time yet",
         "in the last step of each epoch, each rank trains",
     ):
         assert words in warnings
