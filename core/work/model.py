@@ -88,12 +88,17 @@ class WorkModel:
         """
         Estimate the work of an unknown architecture as the work of ordinary layers of its width.
 
-        Sizes that *config* does not have are assumed to be 32 layers and a width of 4,096. Images
-        count by their tokens.
+        Sizes that *config* does not have as numbers are assumed to be 32 layers and a width of
+        4,096. Images count by their tokens.
         """
         config = config.get("thinker_config") or config
         text = config.get("text_config") or config
-        width, layers = int(text.get("hidden_size") or 4096), int(text.get("num_hidden_layers") or 32)
+
+        def size(name: str, usual: int) -> int:
+            found = text.get(name)  # lxmert has a dict of layers
+            return found if isinstance(found, int) and found else usual
+
+        width, layers = size("hidden_size", 4096), size("num_hidden_layers", 32)
         # Four square matrices of attention, and an MLP of about eight square matrices.
         return cls(
             per_position=PRODUCT * layers * 12 * width**2, per_pair=PRODUCT * ATTENTION_PRODUCTS * layers * width

@@ -98,6 +98,7 @@ def test_a_model_that_is_not_known_counts_tokens_and_squares(tmp_path):
     per_layer = 2 * 12 * 64**2
     assert WorkModel(2 * per_layer, 4 * 2 * 64) == WorkModel.estimated(TEXT)
     assert WorkModel.estimated(TEXT).trained() == work
+    assert WorkModel.estimated({}) == WorkModel.estimated({"hidden_size": [64], "num_hidden_layers": {"text": 2}})
 
 
 def test_only_packs_that_weigh_work_are_planned_by_it(tmp_path):
