@@ -82,7 +82,7 @@ class Packs(Sequence[list[int]]):
     @classmethod
     def from_labels(cls, labels: NDArray[np.int32]) -> Packs:
         """
-        Make packs from the number of the bin that each sample belongs to.
+        Make packs, given the bin of each sample.
 
         Indices ascend in a pack, and packs ascend by their first index.
 

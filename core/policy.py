@@ -60,7 +60,7 @@ class PlanPolicy:
     All settings that decide a raw plan or refuse it.
 
     A new planning setting needs a field of this class, an entry in `fingerprint`, and a line in
-    `core.config.identity.plan_policy`. The YAML key of the setting declares `plan`
+    `core.config.identity.plan_policy`. The setting's YAML key also has to declare `plan`
     (`core.config.keys`).
 
     Raises:

@@ -276,8 +276,8 @@ class RankState:
 
     readers: tuple[ReaderState, ...] = ()
     """
-    State of each reader: one for each loader worker, or one for the rank. Empty if the epoch has
-    not started.
+    State of each reader: one for each loader worker, or a single one if the rank has no loader
+    workers. Empty if the epoch has not started.
     """
 
     next_reader: int = 0

@@ -119,7 +119,7 @@ def _open_bins(sizes: list[int], large: int, capacity: int, trace: PackingTrace,
 def _add_medium(
     ranges: list[_BinRange], sizes: list[int], medium: range, trace: PackingTrace, left: list[int]
 ) -> list[_BinRange]:
-    """Phase 2: forward, add to each bin the largest medium sample that fits."""
+    """Phase 2: add to each bin, first bin first, the largest medium sample that fits."""
     after = []
     fitting: list[int] = []  # sizes that fit and have samples left, largest last
     waiting = list(medium)
@@ -143,8 +143,8 @@ def _add_two_small(
     ranges: list[_BinRange], sizes: list[int], small: range, trace: PackingTrace, left: list[int]
 ) -> list[_BinRange]:
     """
-    Phase 3: backward, add to each bin without a medium sample two small samples: the smallest, and
-    the largest that then fits.
+    Phase 3: add two small samples to each bin without a medium sample, last bin first: the
+    smallest, and the largest that then fits.
     """
     after = []
     largest, smallest = small.start, small.stop - 1
@@ -170,7 +170,7 @@ def _add_two_small(
 
 
 def _add_any(ranges: list[_BinRange], sizes: list[int], trace: PackingTrace, left: list[int]) -> None:
-    """Phase 4: forward, repeatedly add to each bin the largest sample that fits."""
+    """Phase 4: repeatedly add to each bin, first bin first, the largest sample that fits."""
     negated = [-size for size in sizes]
     # Links from a size without remaining samples to the next size that has some.
     following = [index if count else index + 1 for index, count in enumerate(left)] + [len(left)]

@@ -4,12 +4,12 @@ Packers `auto` and `certified`: searches for the fewest packs.
 `auto` returns the packs of constant volume, or fewer packs if a search with a limit of steps or
 another quick algorithm finds them.
 
-`certified` searches until the number of packs equals the lower bound, or until a limit of steps is
-reached, which grows with the gap. First, `certified` solves the linear relaxation over patterns,
-and fixes the bins of the most used patterns. A short search packs the remaining samples, and the
-program is solved again for these samples. If a gap to the bound is left, packs in the order of the
-data and in a random order are tried too. Therefore `certified` never needs more packs than another
-algorithm.
+`certified` searches until the number of packs equals the lower bound, or until it has taken a
+number of steps that grows with the gap. First, `certified` solves the linear relaxation over
+patterns, and fixes the bins of the most used patterns. A short search packs the remaining samples,
+and the program is solved again for these samples. If a gap to the bound is left, packs in the order
+of the data and in a random order are tried too. Therefore `certified` never needs more packs than
+another algorithm.
 
 All limits count steps, so the result does not depend on the speed of the machine.
 """

@@ -22,7 +22,10 @@ Maximum number of parts into which a dual-feasible function divides the capacity
 """
 
 MAX_UNITS = 256
-"""Number of rounding units that are tried first, before the units next to the best of them."""
+"""
+Number of rounding units that are tried first. The units next to the best of them are tried
+afterwards.
+"""
 
 
 _EFFORTS = 3

@@ -3,7 +3,7 @@ Epoch schedules: the order of packs in each epoch, also after a resume on anothe
 
 A pack is identified by its index in the raw plan or, if each epoch has its own plan, in the epoch's
 plan. Rank r of W trains the positions r, r + W, r + 2W, … of an order, so the packs that all ranks
-have consumed are a prefix of the order. An order depends only on the seed and the epoch. Orders
+have consumed are a prefix of the order. Packs are shuffled by the seed and the epoch alone. Orders
 never change for one `ORDER_VERSION`, because resumed runs rely on them.
 
 If the work of packs is known, the packs of each optimizer step are assigned to the ranks by work.

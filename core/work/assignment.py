@@ -4,8 +4,8 @@ Assignment of the packs of an optimizer step to ranks, by work.
 The packs of a step stay the same; only the ranks that compute them change. Loss and gradients are
 sums over all packs of the step, so they do not depend on which rank computes a pack. Ranks wait for
 each other once per step if gradients are summed at the end of a step. Ranks wait for each other in
-each microbatch if weights or gradients are sharded. In both cases, the busiest rank decides the
-time.
+each microbatch if weights or gradients are sharded. The busiest rank therefore decides the time of
+a step or of a microbatch.
 
 All arithmetic uses integers, and packs of equal work keep their order. Every rank therefore
 computes the same assignment, on any processor.

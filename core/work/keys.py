@@ -50,7 +50,7 @@ class ConfigKeys:
 
         Args:
             sizes: Content of a config.json, or a part of it.
-            defaults: Values of keys that *sizes* does not have.
+            defaults: Values for keys that *sizes* does not have.
         """
         self._sizes = {**(defaults or {}), **{key: value for key, value in sizes.items() if value is not None}}
         self._read = set[str]()
