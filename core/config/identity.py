@@ -66,12 +66,12 @@ PREFERENCE_ARGUMENTS = FIXED_ARGUMENTS | {
     "disable_dropout",
 }  # fmt: skip
 """
-Trainer settings that a resumed run on preference data has to keep. Preference losses have more
-settings, and may truncate rows.
+Trainer settings that a resumed run on preference data has to keep. Trainers of preference data have
+more settings, and may truncate rows.
 """
 
 _FIXED_PATTERN = re.compile(r"(galore|lisa)_")
-"""Prefixes of optimizer settings that a resumed run has to keep."""
+"""Pattern for the start of optimizer settings that a resumed run has to keep."""
 
 UNCOMPARED = re.compile(
     # A checkpoint stores its attention backend separately.
@@ -83,8 +83,8 @@ UNCOMPARED = re.compile(
     r"early_stop_interval|(?:vit_)?gradient_checkpointing.*|use_cpu|prediction_loss_only|safe_serialization|max_shard_size|skip_memory_metrics|tuner_type"
 )
 """
-Names of keys that are not part of a run's identity. Either no step depends on them, or they are
-compared elsewhere.
+Pattern for keys that are not part of a run's identity. Either no step depends on them, or they
+are compared elsewhere.
 """
 
 

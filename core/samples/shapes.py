@@ -263,7 +263,7 @@ def _add_media(record: Mapping[str, Any], media: Media) -> Mapping[str, Any]:
     """
     for name in media.pop(_NAMED_BY_RECORD, ()):
         if not has(record, name):
-            fail(f"has a part of a message that refers to its {name}, but it has no {name}: name the file in the part")
+            fail(f"has a message part that refers to one of its {name}, but no {name}: name the file in the part")
     for name in media:
         if has(record, name):
             fail(f"has {name} in its messages and in {name!r}, and one would be ignored: keep one")
@@ -328,13 +328,13 @@ def _flatten_part(part: object, media: Media) -> str:
     """
     kind = part.get("type") if isinstance(part, Mapping) else None
     if not isinstance(part, Mapping) or not isinstance(kind, str):
-        fail("has a part of a message that is not an object with a type: write a text, or a list of such objects")
+        fail("has a message part that is not an object with a type: write a text, or a list of such objects")
     if kind == "text":
         if not isinstance(part.get("text"), str):
-            fail("has a part of a message of the type text without a 'text'")
+            fail("has a message part of the type text without a 'text'")
         return str(part["text"])
     if kind not in PART_KEYS:
-        fail(f"has a part of a message of the type {kind!r}; known are text, image and image_url, video and video_url")
+        fail(f"has a message part of the type {kind!r}: write text, image, image_url, video or video_url")
     refuse_media_settings(part)
     medium = next((part[name] for name in (kind, *PATH_KEYS) if not is_empty(part.get(name))), None)
     if medium is None and isinstance(source := part.get("source"), Mapping):

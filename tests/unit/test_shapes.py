@@ -153,7 +153,7 @@ def test_images_that_no_tag_places_come_before_what_the_user_says_first(number, 
         ({"data": [chat(), chat()]}, "list of 2 objects in 'data': write each on a line of its own, or map messages"),
         (chat({"role": "system", "content": None}), "only a system message without text"),
         (chat({"from": "gpt", "value": "why?"}, QUESTION, ANSWER), "begins with a message of the assistant: swap"),
-        (asked([{"type": "image"}, {"type": "text", "text": "?"}]), "refers to its images, but it has no images"),
+        (asked([{"type": "image"}, {"type": "text", "text": "?"}]), "refers to one of its images, but no images"),
         *(
             (asked([part]), f"has '{name}' of one image or video, which would be ignored: remove it")
             for name, part in [
