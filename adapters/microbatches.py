@@ -101,7 +101,7 @@ class BatchedData:
         checked = _to_int64(of_field if lengths is None else lengths, 1, float("inf"), message)
         if of_field is not None:
             if lengths is not None and _to_int64(of_field, 1, float("inf"), message).tolist() != checked.tolist():
-                raise ArgumentError("batch", f"lengths differ from the field {input_lengths_key}: give one of them")
+                raise ArgumentError("batch", f"lengths differ from the field {input_lengths_key}: give only one")
             fields = {**fields, input_lengths_key: checked}
         ids = fields.get(input_key)
         if not isinstance(ids, Tensor) or ids.ndim != 2:

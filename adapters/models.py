@@ -197,7 +197,7 @@ def add_gradients(total: Gradients, gradients: Gradients) -> float:
 
 
 def difference_norms(found: Gradients, expected: Gradients) -> Mapping[str, float]:
-    """Return the norm of each weight's difference in gradient; a missing gradient counts as 0."""
+    """Return the norm of each weight's gradient difference; a missing gradient counts as 0."""
     norms = {}
     for name in {**found, **expected}:
         mine, own = (part[name].double() if name in part else 0.0 for part in (found, expected))

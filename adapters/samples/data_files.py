@@ -94,7 +94,7 @@ def file_faults(paths: Iterable[str]) -> Iterator[str]:
     """
     Yield a message for each data file that is missing, unreadable or named twice.
 
-    This reads no records.
+    No records are read.
     """
     files: list[Path] = []
     for path in paths:

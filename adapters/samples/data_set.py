@@ -176,7 +176,7 @@ class FileRecords:
 
     def _split_range(self, start: int, stop: int) -> Iterator[tuple[RecordFile, int, int, int]]:
         """
-        Split the indices from *start* to before *stop* into ranges within one file.
+        Split the indices *start* to *stop* - 1 into ranges that each lie within one file.
 
         A range has at most `_MAX_RANGE` records. Each range is yielded as its file, first row,
         first index and number of records.

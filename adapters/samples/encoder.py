@@ -247,7 +247,11 @@ class SwiftEncoder:
             raise self.record_error(index, f"the record cannot be encoded: {type(error).__name__}: {error}") from error
 
     def _drop_binary_weights(self, index: int, encoded: dict[str, Any]) -> dict[str, Any]:
-        """Drop weights that are all 0 or 1; RecordError unless others are one for each label."""
+        """
+        Drop the token weights of an encoded sample if all of them are 0 or 1.
+
+        RecordError is raised if other weights are not as many as the labels.
+        """
         weights = encoded.pop("loss_scale", None)
         if weights is None or set(weights) <= {0, 1}:
             return encoded

@@ -72,7 +72,7 @@ def set_video_sampling(template: Template, config: TemplateConfig) -> None:
     if not reads_videos(template):
         return
     if not hasattr(template.processor, "image_processor"):  # transformers takes the tokenizer alone for one
-        reason = "has no image processor: copy the model's processor_config.json or preprocessor_config.json there"
+        reason = "has no image processor: copy the model's processor_config.json or preprocessor_config.json into it"
         raise ConfigError.for_key("model.model", reason)
     sampling = video_sampling(config)
     _refuse_size_limits(template, sampling)
@@ -87,8 +87,8 @@ def _refuse_size_limits(template: Template, sampling: Sampling) -> None:
     most = sampling.get("max_pixels", vision_process.VIDEO_MAX_TOKEN_NUM * token)
     if most < least:
         key, value = ("video_max_pixels", most) if "max_pixels" in sampling else ("video_min_pixels", least)
-        reason = f"is {value:,}, but frames need at least {least:,} and at most {most:,} pixels"
-        raise ConfigError.for_key(f"template.{key}", f"{reason}: set template.video_min_pixels, or the maximum")
+        reason = f"is {value:,}, but the minimum of {least:,} pixels a frame exceeds the maximum of {most:,}"
+        raise ConfigError.for_key(f"template.{key}", f"{reason}: change video_min_pixels or video_max_pixels")
 
 
 def _replace_tag(replace: Callable[..., Any], sampling: Sampling, media_type: str, index: int, inputs: Any) -> Any:

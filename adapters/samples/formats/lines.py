@@ -120,7 +120,7 @@ class LinesFile(RecordFile):
             yield self._read_bytes(place, min(place + CHUNK, end))
 
     def _read_bytes(self, start: int, end: int) -> bytes:
-        """Read and return the bytes from *start* to before *end*; the file is not mapped."""
+        """Read and return the bytes *start* to *end* - 1; the file is not mapped."""
         kept = self._descriptor
         descriptor = os.open(self.path, os.O_RDONLY | os.O_CLOEXEC) if kept is None else kept
         if kept is None and len(_KEPT) < _most_kept():
