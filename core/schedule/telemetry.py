@@ -206,8 +206,9 @@ class EpochStats:
         """
         Return statistics of steps *start* to *stop* - 1, at least one step.
 
-        - `fill`: Mean fill of the packs; the pack of a long sample counts as full.
-        - `samples_per_pack`: Mean number of samples in a pack.
+        - `fill`: Mean fill of the packs; the pack of a long sample counts as full. Only with
+          packing.
+        - `samples_per_pack`: Mean number of samples in a pack; only with packing.
         - `long_share`: Share of the samples that are long.
         - `work`: Mean total work of a step over all ranks.
         - `work_imbalance`: Work of the busiest rank divided by the mean work of all ranks, averaged

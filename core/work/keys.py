@@ -76,7 +76,7 @@ class ConfigKeys:
             return None
         if isinstance(found, bool) or not isinstance(found, (int, float)) or not 0 <= found < math.inf:
             text = str(found)[:40]
-            reason = f"config.json has {names[0]} {text}, but counting the work of a sample needs a whole number"
+            reason = f"config.json has {names[0]} {text}, but the work of a sample needs a number of at least 0"
             raise ModelError("work", reason)
         return int(found)
 
@@ -92,8 +92,8 @@ class ConfigKeys:
 
     def unread_sizes(self) -> list[str]:
         """
-        Return the keys that look like sizes but were not read. Values of 0, texts and empty lists
-        are ignored.
+        Return the keys that look like sizes but were not read. Values of 0, booleans, texts and
+        empty lists are ignored.
         """
         return sorted(
             key

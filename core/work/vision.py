@@ -63,8 +63,8 @@ def read_vision_work(config: Sizes) -> VisionWork:
     """
     Compute the work of a vision tower; ModelError if its keys match no known kind of tower.
 
-    In all known towers, patches attend within their frame and are then merged. The kind of a tower
-    is recognised by its keys:
+    In all known towers, no patch attends beyond its frame, and patches are then merged. The kind of
+    a tower is recognised by its keys:
 
     - `fullatt_block_indexes`: all layers except these attend within windows.
     - `num_position_embeddings`: positions are learned, and each of `deepstack_visual_indexes` adds
