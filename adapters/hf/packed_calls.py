@@ -42,8 +42,8 @@ log = logging.getLogger(__name__)
 
 Positions = Literal["columns", "counted", "ids"]
 """
-Position of a token if the caller passes no position ids. It is the column in the batch, the number
-of earlier real tokens, or the number of earlier ids that are not padding (RoBERTa).
+How positions of tokens are counted if the caller passes no position ids: by columns of the batch,
+by earlier real tokens, or by earlier ids that are not padding (RoBERTa).
 """
 
 POSITIONS: tuple[Positions, ...] = get_args(Positions)

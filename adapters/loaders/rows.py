@@ -5,7 +5,7 @@ A row is one sample: a mapping with `input_ids`, perhaps `labels`, and perhaps t
 processor (`pixel_values`, `image_grid_thw`, …). Rows of another form need a collator of the user's
 own.
 
-Given labels are not changed. Without labels, each token is its own label, unless a mask of TRL
+Labels of a row are not changed. Without labels, each token is its own label, unless a mask of TRL
 excludes it from the loss. `read_row` refuses a row that is padded or not one sample.
 
 In preference data, a sample is a pair of a chosen and a rejected answer, or a row with one answer.

@@ -3,8 +3,8 @@ Small copy of a model's configuration: layers keep their kinds and their order, 
 
 Rules depend on the names of keys, not on the model family. Windows, chunks, blocks and the lengths
 at which rotary factors change become shorter than the probe's samples, so that the samples reach
-each mechanism. Numbers under keys that no rule covers, but that may be such lengths, are made
-smaller by trial, if the model still runs. A number that cannot shrink, and is not a size of
+each mechanism. A number that no rule covers, but that may be a length, is made smaller by
+trial if the model still runs. A number that cannot shrink, and is not a size of
 weights, may let samples influence each other at distances that the probe's samples do not reach.
 The model is then refused, and the message names the key.
 """

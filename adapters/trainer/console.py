@@ -1,5 +1,5 @@
 """
-Console of a run: a progress bar on a terminal, and a line for each log, evaluation and checkpoint.
+Console of a run: a progress bar on a terminal, and a line for each logged step, evaluation or save.
 
 All numbers, also those that the console omits, are written to `logging.jsonl` and sent to the
 services of `report_to`.
