@@ -48,7 +48,7 @@ STARS = "A star after a family's name means that some of its layers run sample b
 
 STRATEGIES = {
     "flash": "flash attention with sample boundaries",
-    "varlen": "Packplan's attention of variable length, sample by sample",
+    "varlen": "Packplan's variable-length attention, computed for each sample separately",
     "own": "the model's own attention, which finds samples by restarting positions",
 }
 """Strategies in the order of trials -> description."""

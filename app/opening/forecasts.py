@@ -174,7 +174,8 @@ def forecast_time(
 
 def evaluation_flops(config: RunConfig, planned: PlannedSplit) -> StepFlops:
     """
-    Return the FLOPs of an evaluation as those of a single step, since ranks wait only at its end.
+    Return the FLOPs of an evaluation as those of a single step, since ranks wait for each other
+    only at its end.
 
     Args:
         config: The run.

@@ -62,7 +62,7 @@ def lengths_of_records(policy: PlanPolicy, table: Table, files: Sequence[DataFil
     lengths = column(table, "length").astype(np.int64)
     if (empty := np.flatnonzero((lengths == 0) & (column(table, "bad") == 0))).size:
         fact = f"{counted(empty.size, 'sample')} of {len(lengths):,} {verb_for(empty.size, 'has', 'have')} no token"
-        raise DataSetError(f"{fact}, the first is sample {empty[0]:,}: remove such records")
+        raise DataSetError(f"{fact} (first: sample {empty[0]:,}): remove such records")
     if policy.part is not None:
         lengths = np.where(policy.part.selects(len(lengths)), lengths, 0)
     images = column(table, "images").astype(np.int64) if policy.max_images is not None else None

@@ -88,7 +88,7 @@ def test_a_bad_record_that_was_fixed_is_measured_and_becomes_a_sample(lengths, d
 
 def test_a_sample_without_a_token_is_not_left_out():
     """It is none of those that are flagged, so that nothing would count it."""
-    with pytest.raises(DataSetError, match=r"1 sample of 3 has no token, the first is sample 1: remove such records"):
+    with pytest.raises(DataSetError, match=r"1 sample of 3 has no token \(first: sample 1\): remove such records"):
         planned(ListSource([5, 0, 6]))
 
 
