@@ -71,7 +71,8 @@ def export_parquet(rows: Any, plan: Plan, path: str | Path, *, order: Order = No
         order: Pack indices, such as `schedule.order(0)`; None for the order of the plan.
 
     Raises:
-        ArgumentError: Rows or *order* do not fit the plan, a row has media, or *path* exists.
+        ArgumentError: Rows or *order* do not fit the plan, a row has media, no token is
+            supervised, or *path* exists.
         StaleError: A row is not as long as planned.
         OutputError: The file cannot be written.
     """
@@ -133,7 +134,8 @@ def export_llama_factory(
         pad_token_id: Padding token, which is neither supervised nor attended to.
 
     Raises:
-        ArgumentError: Rows or *order* do not fit the plan, a row has media, or *folder* exists.
+        ArgumentError: Rows or *order* do not fit the plan, a row has media, no token is
+            supervised, or *folder* exists.
         StaleError: A row is not as long as planned.
         OutputError: The folder cannot be written.
     """

@@ -27,14 +27,14 @@ from packplan.core.errors import RunError
 
 T = TypeVar("T")
 
-_FULL = "Most often the machine, or its shared memory (/dev/shm), is full: {keys}, or give the machine more memory"
+_FULL = "Most often the machine's memory or shared memory (/dev/shm) is full: {keys}, or give the machine more memory"
 
 _LOST = {
     "DataLoader worker (pid": _FULL,
     "Pin memory thread exited": _FULL,
-    "Too many open files": "Let each process have more files open (ulimit -n), or {keys}",
-    "DataLoader timed out": "Reading and encoding a sample takes longer, or its disk does not respond: check the disk "
-    "that has its media, or {keys}",
+    "Too many open files": "Let each process open more files (ulimit -n), or {keys}",
+    "DataLoader timed out": "Reading and encoding a sample takes longer than that, or its disk does not respond: check "
+    "the disk that has its media, or {keys}",
 }
 """Advice with a place for `{keys}`, by the start of torch's error about a lost loader process."""
 
