@@ -69,14 +69,14 @@ class ConfigKeys:
         exists.
 
         Raises:
-            ModelError: The value is not a number of at least 0.
+            ModelError: The value is not a finite number of at least 0.
         """
         found = self.find(*names)
         if found is None:
             return None
         if isinstance(found, bool) or not isinstance(found, (int, float)) or not 0 <= found < math.inf:
             text = str(found)[:40]
-            reason = f"config.json has {names[0]} {text}, but the work of a sample needs a number of at least 0"
+            reason = f"config.json has {names[0]} {text}, but the work of a sample needs a finite number of at least 0"
             raise ModelError("work", reason)
         return int(found)
 
