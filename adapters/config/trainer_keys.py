@@ -203,7 +203,7 @@ def read_key_table(path: Path = SFT_KEYS_FILE) -> dict[str, TrainerKey] | None:
 
 def read_foreign_keys() -> dict[str, ForeignKey]:
     """
-    Return the keys of other programs, by name; ms-swift's keys include those without counterpart.
+    Return the keys of other programs, by name; ms-swift's keys include those without a counterpart.
     """
     found = dict.fromkeys(json.loads(SFT_KEYS_FILE.read_text(encoding="utf-8"))["others"], ForeignKey("ms-swift"))
     for row in json.loads(FOREIGN_KEYS_FILE.read_text(encoding="utf-8")):

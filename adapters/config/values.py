@@ -38,7 +38,7 @@ Advise: typing.TypeAlias = Callable[[str, str], str]
 
 
 TOO_LARGE = 10**12
-"""Smallest whole number that is refused, since products of such numbers overflow 64 bits."""
+"""Absolute value from which whole numbers are refused, since their products overflow 64 bits."""
 
 
 def structure_document(

@@ -57,8 +57,8 @@ class Key:
 
     stream: Literal["refused", "evaluation"] | None = None
     """
-    Whether a stream refuses any value but the default. `refused`: it always does. `evaluation`: it
-    does if the run has no evaluation; the packs of an evaluation are planned.
+    Whether a stream refuses any value but the default. `refused`: every stream refuses
+    such a value. `evaluation`: a stream accepts it if the run has an evaluation, which is planned.
     """
 
     set_by_command: bool = False
