@@ -20,7 +20,7 @@ from packplan.core.work.assignment import SyncPoint
 
 REDUCES_EACH_BACKWARD = 2
 """
-Lowest ZeRO stage in which ranks wait for each other in each microbatch. Gradients are sharded from
+Lowest ZeRO stage at which ranks wait for each other in each microbatch. Gradients are sharded from
 stage 2 on, weights from stage 3 on.
 """
 
