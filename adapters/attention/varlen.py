@@ -256,7 +256,7 @@ None.
 
 def own_code_attention(module: torch.nn.Module, options: Mapping[str, Any]) -> OwnAttention | None:
     """
-    Return the attention of the model's own code if it has options that torch's attention lacks,
+    Return the attention of the model's own code if *options* sets one that torch's attention lacks,
     else None.
 
     A soft cap of attention scores is such an option.

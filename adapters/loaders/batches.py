@@ -83,7 +83,7 @@ class PackBatches:
         self.reschedule(schedule)
 
     def reschedule(self, schedule: EpochSchedule) -> None:
-        """Yield the batches of another schedule, of the same plan and ranks, from its start."""
+        """Switch to a schedule of the same plan and ranks; iteration then begins at its start."""
         self._given = self.schedule = schedule
         self.set_epoch(schedule.start.epoch)
 

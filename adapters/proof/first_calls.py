@@ -322,7 +322,7 @@ def raising_together(model: torch.nn.Module) -> Iterator[None]:
             raise fault
     for rank, fact in enumerate(facts):
         if fact:
-            raise ModelError("probe", f"rank {rank} refuses the model: {fact}")
+            raise ModelError("probe", f"rank {rank} failed while preparing the model: {fact}")
 
 
 def _meet_ranks(key: str, word: str) -> list[str]:

@@ -28,7 +28,10 @@ Encoded = Mapping[str, Any]
 
 
 DUMMY_SIZE = (56, 56)
-"""Width and height in pixels of stand-ins, the black images that media are compared with."""
+"""
+Width and height in pixels of black images. They stand in for images and video frames while texts
+are measured, and for the images of ranks that have none.
+"""
 
 
 @attrs.frozen

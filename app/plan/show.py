@@ -265,8 +265,8 @@ def _schedule_figures(opened: StoredSplit) -> Iterator[Figure]:
     yield Figure("steps_per_epoch", name, f"{schedule.steps_per_epoch:,}", remark, decides=trains)
     remark = f"of each rank in a step; {schedule.last_step_batches:,} in an epoch's last step"
     yield Figure("gradient_accumulation_steps", "  batches", f"{schedule.gradient_accumulation_steps:,}", remark)
-    repeated = f", {schedule.repeated_packs:,} repeated" if schedule.repeated_packs else ""
-    left = f", {schedule.unaligned_packs:,} dropped" if schedule.unaligned_packs else ""
+    repeated = f"; {schedule.repeated_packs:,} repeated in all" if schedule.repeated_packs else ""
+    left = f"; {schedule.unaligned_packs:,} dropped in all" if schedule.unaligned_packs else ""
     remark = f"{schedule.packs_per_rank:,} {unit} each in an epoch{repeated}{left}"
     yield Figure("world_size", "ranks", f"{schedule.world_size:,}", remark, decides=several)
     for ranks, packs in schedule.packs_by_degree.items() if len(schedule.packs_by_degree) > 1 else ():

@@ -209,7 +209,7 @@ def _faults_of_plan(split: Split, lengths: StoredLengths, stored: StoredPlan | N
         again = plan_first_epoch(f"{split.name} again", policy, samples, recipe=split.recipe, quick_bound=True)
         bound = {name: getattr(stored.plan, name) for name in ("lower_bound", "bound_kind")}
         if attrs.evolve(again, **bound) != stored.plan:
-            reason = "a new plan of the stored lengths differs from it: packplan plan build plans again"
+            reason = "the stored plan differs from a new plan of the same lengths: packplan plan build makes a new one"
             yield Finding("plan", where, reason)
         if split.recipe is not None:
             yield from _faults_of_epochs(split, samples, stored)

@@ -652,4 +652,4 @@ def test_ranks_that_share_weights_quote_the_refusal_of_another_without_its_remed
     with pytest.raises(ModelError) as found, first_calls.raising_together(None):
         pass
     remedy = "train without packing (training.packing: false)"
-    assert f"rank 1 refuses the model: ModelError: it leaks; {remedy}" == str(found.value)
+    assert f"rank 1 failed while preparing the model: ModelError: it leaks; {remedy}" == str(found.value)
