@@ -275,7 +275,7 @@ class RankGroup(Protocol):
         """
 
     def stop_heartbeat(self) -> None:
-        """Stop the heartbeat of rank 0. Call this when planning is over and no rank waits for it."""
+        """Stop the heartbeat of rank 0. Call this when planning is over and no rank waits."""
 
     def any(self, flag: bool, /) -> bool:  # noqa: FBT001  # one positional truth, as in the builtin
         """Return whether *flag* is true on any rank."""
