@@ -479,8 +479,8 @@ class TrainingConfig:
 
     dataloader_drop_last: bool = key(False, neither=TRAINS, stream="refused")
     """
-    Drop the last packs of an epoch if they do not fill all ranks. `false` repeats packs from the
-    front instead.
+    Drop the last packs of the plan if they do not fill all ranks. `false` repeats the first packs
+    of the plan instead.
     """
 
     num_train_epochs: float = key(3.0, neither=TRAINS)
