@@ -3,9 +3,9 @@ Writes the packs of a plan for other tools: plain Parquet, Megatron-Bridge, LLaM
 
 For ms-swift, rows are written with their lengths.
 
-Only text can be exported. A file has all samples of each pack, in the order of the plan or of an
-epoch, and the plan's checksum. A file is published complete or not at all, and only a few packs are
-in memory at a time.
+Only packs of text can be exported. A file has all samples of each pack, in the order of the plan or
+of an epoch, and the plan's checksum. A file is published complete or not at all. Only packs of
+about `BATCH_TOKENS` tokens are in memory at a time.
 """
 
 import json

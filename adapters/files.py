@@ -41,7 +41,7 @@ _UNPUBLISHED = ".tmp"
 """Suffix of temporary files, which are renamed when they are complete."""
 
 POLL_S = 0.5
-"""Seconds between two attempts to take a lock."""
+"""Seconds that an attempt to take a lock lasts; after each, the progress line is updated."""
 
 
 MOST_BYTES = 2**22
@@ -80,7 +80,7 @@ def read_text(path: Path, *, most: int = MOST_BYTES) -> str:
 
 
 def parse_json(text: str) -> Any:
-    """Return the value of a JSON text; ValueError if it is invalid or nested too deeply."""
+    """Return the value of a JSON text; ValueError if it is invalid, too deep or too large."""
     try:
         return require_shallow(json.loads(text))
     except RecursionError:
@@ -88,7 +88,7 @@ def parse_json(text: str) -> Any:
 
 
 def require_shallow(value: T) -> T:
-    """Return *value* unchanged; ValueError if its lists and dicts are too deep or too many."""
+    """Return *value* unchanged; ValueError if it is nested too deeply or has too many values."""
     left: list[tuple[Any, int]] = [(value, 0)]
     number = 0
     while left:
@@ -171,7 +171,7 @@ def hold_lock(path: Path, purpose: str, *, wait: Callable[[], str] = str) -> Ite
     Args:
         path: Lock file.
         purpose: End of the progress line while waiting, such as `to write runs/first`.
-        wait: Function that is called every `POLL_S` while another process holds the lock. It
+        wait: Function that is called every `POLL_S` seconds while the lock is not free. It
             returns the holder's name for the progress line, or raises an error to stop waiting.
     """
     lock = FileLock(path)
@@ -285,7 +285,7 @@ def write_array(path: Path, array: NDArray[Any]) -> dict[str, Any]:
 
 def read_array(folder: Path, entry: Mapping[str, Any]) -> NDArray[Any]:
     """
-    Memory-map the array of a manifest's entry and return it; CorruptArtefactError if it changed.
+    Memory-map the array of a manifest's entry and return it; CorruptArtefactError if it is damaged.
     """
     path = folder / Path(entry["file"]).name
     array, digest = map_array(path, np.dtype(entry["dtype"]), int(entry["size"]), is_whole=True)

@@ -18,6 +18,8 @@ class StopsAtNonFinite:
     """
     Mixin for ms-swift's trainers that checks loss and gradient norm in each optimizer step.
 
+    With fp16, only the loss is checked.
+
     ms-swift skips updates with NaN and logs another loss, so later losses would not show the fault.
     """
 

@@ -52,7 +52,7 @@ _MOST_JSON = 2**28
 """Largest size in bytes of a model's JSON file; tokenizer files have tens of MiB."""
 
 _SAMPLED, _MOST_SAMPLED = 256, 256
-"""Bytes of each weight that a file's digest reads, and largest number of weights that it reads."""
+"""Largest number of bytes that a digest reads from each weight, and of weights that it reads."""
 
 _DIGITS = 12
 """Number of hexadecimal digits of a digest that a message shows."""
@@ -164,7 +164,7 @@ def config_content(model: ModelConfig) -> Mapping[str, Any]:
 
     Raises:
         ConfigError: The file cannot be read or has no `model_type`, or generation_config.json in
-            the same folder has an end token that is not a number.
+            the same folder cannot be read or has an end token that is not a token id.
     """
     path = Path(model.model) / "config.json"
     try:

@@ -1,14 +1,14 @@
 """
-Saves and restores a model's mode, buffers and random state, and computes norms of gradients.
+Saves and restores a model's mode and buffers and the random states; computes gradient norms.
 
 Weights are also checked before they are saved, by the root mean square of the trained weights.
 
 After a step with a learning rate of 1e30, for example, weights are finite but useless. The loss of
 another forward pass may be finite too, since norm layers divide by the huge values. The root mean
 square reveals the fault in one pass over the weights. Weights count as ruined if their root mean
-square is a thousand times that before the first step. Normal runs stay far below: a step of AdamW
-moves a weight by about the learning rate, and a run from random weights ends at a few times their
-first root mean square.
+square is more than a thousand times that before the first step. Normal runs stay far below: a step
+of AdamW moves a weight by about the learning rate, and a run from random weights ends at a few
+times their first root mean square.
 """
 
 import math
@@ -27,7 +27,10 @@ Gradients = dict[str, torch.Tensor]
 """Gradients of a model's weights, by name."""
 
 _MAX_GROWTH = 1000.0
-"""Growth of the root mean square since the first step above which weights count as ruined."""
+"""
+Largest ratio of the root mean square to that before the first step. Above this ratio, weights count
+as ruined.
+"""
 
 _MIN_SIZE = 0.01
 """Smallest initial root mean square that is assumed, since adapters and biases may begin at 0."""

@@ -44,7 +44,7 @@ def end_with_parent(number: signal.Signals = signal.SIGKILL) -> None:
     Make the kernel signal this process when its parent ends, or at once if the parent has ended.
 
     The kernel watches the thread that started this process, so that thread has to live as long as
-    the parent. Only Linux has such a signal; on other systems this does nothing.
+    the parent. On systems other than Linux, this does nothing.
 
     Args:
         number: Signal to send; only SIGKILL cannot be blocked.
@@ -78,7 +78,7 @@ def end_with_process(pid: int) -> None:
     """
     End this process when another process on this machine ends.
 
-    Only Linux lets a process wait for any other process; on other systems this does nothing.
+    On systems other than Linux, this does nothing.
 
     Args:
         pid: Id of the other process. If it has already ended, this process ends at once.
@@ -104,8 +104,8 @@ def ignore_foreign_sigterm() -> None:
     Ignore SIGTERM unless the parent process sends it, as torch does to end a loader worker.
 
     Launchers send SIGTERM to all processes of a run, but training needs its workers until it has
-    saved a checkpoint. Call this before the process starts threads. Only Linux reports the sender
-    of a signal; on other systems this does nothing.
+    saved a checkpoint. Call this before the process starts threads. On systems other than Linux,
+    this does nothing.
     """
     if sys.platform != "linux":
         return
@@ -124,8 +124,7 @@ def open_pool(workers: int, prepare: Callable[..., None], *arguments: Any) -> Pr
     Return a pool of forked processes that end when this process ends.
 
     The forked processes share this process's memory, such as half a gigabyte of libraries, and
-    start at once. Open the pool within `hold_ctrl_c`, and submit the first task in the same
-    context, because that forks all processes.
+    start at once. Submit the first task within `hold_ctrl_c`, because that forks all processes.
 
     Args:
         workers: Number of processes.

@@ -84,7 +84,7 @@ class ReportedPlan:
     warnings: Sequence[str] = ()
 
     def charts(self) -> Iterator[Chart]:
-        """Yield the plots of lengths, fill and pack sizes, and of work if it is known."""
+        """Yield plots of lengths, of fill and pack sizes if packed, and of work if it is known."""
         plan, summary, sources = self.plan, self.summary, self.sources
         limit, longest = plan.packing_length, max(one.max() for one in sources.values())
         edges = np.geomspace(min(one.min() for one in sources.values()), max(longest, limit) + 1, 41)

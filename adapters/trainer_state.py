@@ -47,7 +47,7 @@ def read_trainer_state(folder: Path) -> dict[str, Any]:
 
     Raises:
         OSError: The file of the state is missing.
-        CorruptArtefactError: The state is damaged, or Packplan's digest is missing.
+        CorruptArtefactError: The state is damaged, or Packplan wrote it and its digest is missing.
     """
     path = folder / STATE
     try:

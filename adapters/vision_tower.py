@@ -158,9 +158,9 @@ def ensure_vision_forward(model: nn.Module, inputs: Mapping[str, Any]) -> None:
     """
     Make a model's vision tower run in every call, which is needed if ranks share its weights.
 
-    A call without images, or without videos, computes a small part of an image of *inputs* and
-    multiplies the result by 0, so no output changes. Every rank has to call this function, after
-    the model is wrapped.
+    A call without images, or without videos, runs the tower on an image of *inputs*, or on a small
+    part of it, and adds the result times 0, so no output changes. Every rank has to call this
+    function, after the model is wrapped.
 
     Args:
         model: Model of transformers that accepts images.

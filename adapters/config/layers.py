@@ -80,7 +80,8 @@ def apply_overrides(document: Mapping[str, Any], overrides: Iterable[str]) -> di
         overrides: Values of single keys, each as `section.key=value`; null unsets a key.
 
     Raises:
-        ConfigError: Some overrides are not written as `section.key=value`; the error lists them.
+        ConfigError: Some overrides are not written as `section.key=value`, or their values are not
+            valid YAML; the error lists them.
     """
     result, found = merge_sections({}, document), []
     for text in overrides:
@@ -126,7 +127,11 @@ def expand_path(path: str) -> str:
 
 
 class _Loader(yaml.SafeLoader):
-    """SafeLoader that refuses a repeated key; PyYAML would silently use the last value."""
+    """
+    SafeLoader that refuses keys that are repeated or not a text, and too large whole numbers.
+
+    PyYAML would silently use the last value of a repeated key.
+    """
 
 
 def _construct_mapping(loader: _Loader, node: yaml.MappingNode) -> dict[Any, Any]:

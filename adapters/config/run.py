@@ -28,7 +28,7 @@ SECTIONS = ("model", "template", "custom", "training")
 RL_SECTIONS = ("policy", "grpo")
 
 _OWN_KEYS = {field.name for field in attrs.fields(TrainingConfig)} - {"trainer"}
-"""Keys of `training.` that are Packplan's own, and are not passed on to the trainer."""
+"""Keys of `training.` that Packplan itself reads; all others are passed on to the trainer."""
 
 _REQUIRED = {"template": {}, "custom": {}, "model": {"model": "unset"}, "training": {"output_dir": "unset"}}
 """For each section, values that stand in for faulty values of keys without a default."""

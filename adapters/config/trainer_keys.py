@@ -35,7 +35,7 @@ GRPO_KEYS_FILE = Path(__file__).with_name("grpo_keys.json")
 """Table of the settings that `grpo.` passes on to TRL."""
 
 FOREIGN_KEYS_FILE = Path(__file__).with_name("foreign_keys.json")
-"""Table of Packplan's keys, each with its counterparts in other programs."""
+"""Table of keys of other programs, with their counterparts among Packplan's keys, if any."""
 
 LIBRARIES: Mapping[Path, tuple[str, ...]] = {
     SFT_KEYS_FILE: ("ms-swift", "transformers"),
@@ -227,7 +227,7 @@ def read_nested_settings(value: Any) -> Mapping[str, Any]:
 
 
 def settings_file(name: str) -> str:
-    """Return the path of ms-swift's settings file of that name, such as `zero2`; else *name*."""
+    """Return the path of ms-swift's settings file *name*, such as `zero2`, or *name* if none."""
     spec = find_spec("swift") if name.isidentifier() and not Path(name).exists() else None
     file = Path(spec.submodule_search_locations[0], "config", f"{name}.json") if spec else Path()  # type: ignore[index]
     return str(file) if file.is_file() else name

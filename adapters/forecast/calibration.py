@@ -68,7 +68,9 @@ def measure_steps(
     clock: Callable[[], float] = time.perf_counter,
 ) -> Calibration:
     """
-    Train, and return the seconds of this rank's steps after warm-up, evaluation and checkpoint.
+    Train, and return the seconds of this rank's steps, evaluation and checkpoint.
+
+    The first steps, which warm up, are left out.
 
     Args:
         trainer: Trainer that trains the same packs in the same order in each epoch. The trainer may

@@ -117,7 +117,7 @@ class MemoryTracer(TorchDispatchMode):  # type: ignore[no-untyped-call]  # of to
         known = np.full(len(freed), -1, dtype=np.int64)
         for number, kind in kinds.items():
             known[number] = MEMORY_KINDS.index(kind)
-        # Small models and long rows may have logits as wide as weights, which are not logits.
+        # Weights may be as wide as the logits, but are not logits.
         logits = np.array(self._logits, dtype=np.bool_) & (known < 0)
         allocated, sizes = np.array(self._allocated, dtype=np.int64), np.array(self._sizes, dtype=np.int64)
         there = freed > start
@@ -192,7 +192,7 @@ def _model_place(error: BaseException) -> str:
 
 def replace_meta_weights(model: torch.nn.Module, tracer: MemoryTracer) -> None:
     """
-    Replace a model's weights on the device `meta` with CPU weights that have no content.
+    Replace a model's weights and buffers on the device `meta` with CPU ones without content.
 
     Tied weights stay tied.
     """

@@ -36,8 +36,9 @@ DERIVED = frozenset({"entropy", "sequence_tokens", "sequence_log_ratio"})
 """
 Fields that `FusedLoss` computes for a loss. `entropy` is the entropy of the token's distribution,
 in nats. `sequence_tokens` is the total weight of the sequence's tokens. `sequence_log_ratio` is the
-sequence's mean of log-probabilities minus the field `old_log_probabilities`, which the loss has to
-name too. No gradient flows through `sequence_log_ratio`.
+weighted mean, over the sequence's tokens, of the log-probability minus the token's entry in the
+field `old_log_probabilities`; the loss has to name that field too. No gradient flows through
+`sequence_log_ratio`.
 """
 
 _PREFERENCES = {"bpo", "cpo", "dpo", "ipo", "kto", "orpo", "preference", "preferences", "rpo", "simpo"}
@@ -45,7 +46,10 @@ _PREFERENCES = {"bpo", "cpo", "dpo", "ipo", "kto", "orpo", "preference", "prefer
 
 
 _EXTREMES = {"_min": (torch.amin, torch.inf), "_max": (torch.amax, -torch.inf)}
-"""Reduction, and value if no token counts, of metrics whose names have these endings."""
+"""
+For each ending of a metric's name, the reduction over tokens, and the value that stands in for a
+token that does not count.
+"""
 
 
 class SequenceLoss(Protocol):
@@ -147,7 +151,7 @@ class _SequenceFields:
         return sequence_dims(shapes, input_key=self.input_key, declared=declared)
 
     def lengths(self, data: Mapping[str, Any], layout: PackedLayout | None) -> list[int] | None:
-        """Return the lengths in *data*, or None; ValueError if they contradict *layout*."""
+        """Return the lengths in *data*, or None without any; ValueError if *layout* has others."""
         found = [int(length) for length in data.get(self.input_lengths_key, ())]
         if found and layout is not None and found != layout.lengths.tolist():
             raise ValueError(f"the lengths in field {self.input_lengths_key} differ from those of the row")

@@ -14,11 +14,15 @@ NO_TARGET = -1
 """Target of a position that predicts no token."""
 
 _LEAST = -1e9
-"""Smallest log-probability: it is finite, so that its product with probability 0 is 0, not NaN."""
+"""
+Lower limit of log-probabilities that are multiplied by probabilities. The limit is finite, so that
+its product with probability 0 is 0, not NaN.
+"""
 
 _CPU_BLOCK, _DEVICE_BLOCK = 1 << 18, 1 << 26
 """
-Number of float32 logits in a block: 1 MB for a CPU core's cache, or 256 MB to keep a GPU busy.
+Largest number of float32 logits in a block of several positions: 1 MiB for a CPU core's cache, or
+256 MiB to keep a GPU busy.
 """
 
 

@@ -18,8 +18,8 @@ def read_world_size(environment: Mapping[str, str] | None = None) -> int:
             replaces that object in the processes of a parallel map.
 
     Raises:
-        ConfigError: A variable is missing although others are set, is not a whole number, or
-            contradicts another variable.
+        ConfigError: A variable is missing although others are set, is not a whole number, is out of
+            bounds, or contradicts another variable.
     """
     if found := tuple(_environment_faults(environment or os.environ)):
         raise ConfigError("the environment of this process", found)

@@ -21,7 +21,7 @@ from torch.distributed.distributed_c10d import Store
 from packplan.adapters.processes import hold_ctrl_c
 
 BEAT_S = 1.0
-"""Seconds between two heartbeats."""
+"""Largest number of seconds between two heartbeats, and smallest between two reported tasks."""
 
 BEAT, DIED = "beat", "died"
 """Store keys of the latest heartbeat (number, rank 0's task) and of the reason why a rank ended."""

@@ -1,8 +1,8 @@
 """
 Runs workers as Ray actors, each of which is a rank of one torch process group.
 
-Each actor builds its worker from a function that the driver sends by reference. If one worker
-raises or dies, all workers are ended, since the others may wait for it in a collective.
+Each actor builds its worker by calling a function that the driver sends. If one worker raises or
+dies, all workers are ended, since the others may wait for it in a collective.
 """
 
 import logging
@@ -28,7 +28,7 @@ END_S = 10.0
 """Seconds that workers have to end their own processes before they are killed."""
 
 START_S = 300.0
-"""Seconds within which all workers have to start."""
+"""Seconds to wait for the first worker to start, and after each start for the next."""
 
 
 class _RankActor:
@@ -89,7 +89,7 @@ class RayWorkers:
             gpus_each: Number of GPUs of each worker; a fraction shares one GPU.
 
         Raises:
-            RunError: A worker cannot be started or built.
+            RunError: Ray cannot be reached, or a worker cannot be started or built.
         """
         self.num_workers = num_workers
         here: dict[str, Any] = (
@@ -125,8 +125,9 @@ class RayWorkers:
             options: Keyword arguments of the method, the same for all workers.
 
         Raises:
-            RunError: A worker raised an error or died. All workers are then ended, since the others
-                may wait for this worker in a collective.
+            RunError: A worker died, or raised an error. All workers are then ended, since the
+                others may wait for this worker in a collective.
+            PackplanError: A worker raised this error, which is passed on unchanged.
         """
         calls = [actor.call.remote(method, shard, options) for actor, shard in zip(self._actors, shards, strict=True)]
         return self._collect(method, calls)
@@ -139,7 +140,7 @@ class RayWorkers:
         self._kill()
 
     def _kill(self) -> None:
-        """Kill the actors without waiting, since one may wait for another in a collective."""
+        """Kill the actors without waiting for calls, which may hang, and shut Ray down."""
         for actor in self._actors:
             ray.kill(actor)
         self._actors = []

@@ -101,7 +101,7 @@ class RayExecutor:
         return block
 
     def close(self) -> None:
-        """Cancel unfinished tasks, and leave the cluster."""
+        """Cancel unfinished tasks, and leave the cluster if this executor joined it."""
         try:
             for call in self._calls:
                 ray.cancel(call)

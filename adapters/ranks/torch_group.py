@@ -45,7 +45,10 @@ SILENT_S = 45.0
 """Seconds without a heartbeat of rank 0 after which its node counts as dead or unreachable."""
 
 CHUNK_BYTES = 1 << 25
-"""Bytes of one broadcast; they bound the memory that torch needs in addition to the arrays."""
+"""
+Largest number of bytes in one broadcast, which limits the memory that torch needs in addition to
+the arrays.
+"""
 
 
 _BLOCK = 1 << 18
@@ -99,11 +102,12 @@ class TorchGroup:
 
         Args:
             use_cpu: Whether to use gloo alone, even if CUDA is available.
-            timeout_s: Seconds that a collective may take; `build_on_rank_zero` has its own limit.
+            timeout_s: Seconds to wait for the other ranks, while joining and in each collective;
+                `build_on_rank_zero` has its own limit.
 
         Raises:
             ConfigError: This machine has no GPU for this rank.
-            RunError: Another rank refuses the run, or has ended.
+            RunError: Another rank refuses the run, is missing or has ended.
         """
         cuda = torch.cuda.is_available() and not use_cpu
         device, devices = int(os.environ.get("LOCAL_RANK", "0")), torch.cuda.device_count() if cuda else 0
@@ -116,8 +120,8 @@ class TorchGroup:
             raise refusal
         if cuda:
             torch.cuda.set_device(device)
-        # Connect while all ranks are there, which none leaves before they have joined. Later,
-        # connecting to a store that is gone would retry for long instead of failing.
+        # Connect now, since no rank leaves before all have joined. Later, the store may be gone;
+        # connecting to it would retry for long instead of failing.
         self._wait_store = self._store.clone()  # type: ignore[attr-defined]  # torch does not declare it
         with wrap_rank_errors(rank):
             dist.init_process_group(
@@ -221,7 +225,7 @@ class TorchGroup:
     def _await_keys(
         self, keys: list[str], timeout_s: float, kind: Literal["rank_gone", "rank_zero"], *, awaited: str
     ) -> list[str]:
-        """Return the values of *keys*; RunError on timeout, or if rank 0 or its heartbeat ends."""
+        """Return the values of *keys*; RunError on timeout, or if a rank or the heartbeat fails."""
         watch = _KeyWatch(self._wait_store, keys)
         last_warning = 0.0
         while not watch.over.wait(_POLL_S):
@@ -305,7 +309,7 @@ def join_launch(*, timeout_s: float = 1800.0, refusal: Exception | None = None) 
     if refusal is not None:
         log.warning("the run is refused, and the other ranks will raise this error too: %s", _error_text(refusal))
     store, rank, world_size = next(rendezvous("env://", timeout=timedelta(seconds=timeout_s)))
-    # An earlier attempt or launch may have had the same store, whose entries must not be read.
+    # An earlier attempt or launch may have used the same store; its entries must not be read.
     attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
     launch = _agree_on_launch(PrefixStore(f"packplan/{attempt}", store), rank, world_size, timeout_s)
     own = PrefixStore(f"packplan/{attempt}/{launch}", store)
@@ -422,7 +426,7 @@ class RankWorkers:
 
 @torch.no_grad()
 def weight_digests(model: torch.nn.Module) -> dict[str, str]:
-    """Return type, shape and digest of each weight as one text, keyed by `weight NAME`."""
+    """Return type, shape and digest of each weight and buffer as a text, keyed by `weight NAME`."""
     return {
         f"weight {name}": f"{str(weight.dtype).removeprefix('torch.')} {list(weight.shape)} {_weight_digest(weight)}"
         for name, weight in model.state_dict().items()

@@ -19,8 +19,8 @@ from packplan.core.errors import ConfigError, Fault
 
 _MEDIA = ("vision", "audio")
 """
-Prefixes of config.json sections, such as `vision_config`. ms-swift's registry needs an entry for
-models that have such a section.
+Prefixes of config.json sections, such as `vision_config`. A model with such a section can be loaded
+only if ms-swift's registry has an entry for it.
 """
 
 _OF_MODEL = ("model", "experts_impl", "rope_scaling", "new_special_tokens")
@@ -132,7 +132,7 @@ def refuse_remote_code(model: ModelConfig) -> None:
 
 def swift_types(model: ModelConfig, template: TemplateConfig) -> tuple[str | None, str]:
     """
-    Return ms-swift's model type and template type of a model; the model's files do not state them.
+    Return ms-swift's model type and template type of a model.
 
     The run's keys `model.model_type` and `template.template` take precedence. Next comes the
     template that ms-swift saved in the folder's `args.json`, then the entry of ms-swift's registry

@@ -1,10 +1,10 @@
 """
 Finds data files by name or pattern, and opens each in its format.
 
-Compressed files, Parquet and Arrow are recognised by their first bytes, CSV and TSV by their names.
-A text that begins with `[{` is a JSON array, and so is a `.json` file that begins with `[`. Any
-other text is JSON Lines. Arrow and uncompressed JSON Lines are read in place, all other files from
-a converted copy.
+Compressed files and Parquet are recognised by their first bytes, Arrow by these or by the ending
+`.arrow`, CSV and TSV by their names. A text that begins with `[{` is a JSON array, and so is a
+`.json` file that begins with `[`. Any other text is JSON Lines. Arrow and uncompressed JSON Lines
+are read in place, all other files from a converted copy.
 """
 
 import glob

@@ -75,7 +75,7 @@ class FileRecords:
         If no digest is known, the digest of this value is stored for later checks.
 
         Raises:
-            RecordError: The record is not valid JSON.
+            RecordError: The record is damaged, or has too much text.
             StaleError: The record differs from its known digest.
         """
         file, row = self._locate(index)

@@ -104,7 +104,7 @@ class SwiftEncoder:
     @cached_property
     def image_tokens(self) -> ImageTokens | None:
         """
-        Token that stands for images; None for a text-only model.
+        Token that stands for images; None if the model accepts no images.
 
         ConfigError if the template cannot encode an image.
         """
@@ -409,7 +409,7 @@ class SwiftEncoder:
 
     def video_facts(self, index: int, video: Video) -> VideoFacts:
         """
-        Return a video's frames, size and digest; RecordError if it is damaged, too long or too big.
+        Return a video's frame count, size and digest; RecordError for an unusable or too big one.
         """
         custom = self.config.custom
         with self.records.wrap_errors(index):

@@ -4,8 +4,7 @@ Measures the samples of an encoder; plans are made from these measurements.
 The methods after `measure_many` are in the order in which they measure a batch of samples. First
 each sample is read, and its texts are split into pieces. Then the tokens in all pieces of the batch
 are counted in one call (`shortcut.py`). The remaining samples are encoded in full. Batches are
-measured in this process, in other processes, on a cluster or, at the end of the module, in the
-worker of a torch DataLoader.
+measured in this process, in other processes, on a cluster, or in the worker of a torch DataLoader.
 """
 
 import logging
@@ -56,7 +55,7 @@ _TEMPLATE_MARKS = re.compile(r"<\|\w+\|>|</?think>|<(?:image|video|audio|bbox|re
 """Pattern of texts that a template may treat specially: special tokens, thoughts, media tags."""
 
 AT_ONCE = ForkedProcesses.block_size
-"""Number of samples that a process measures in one batch."""
+"""Largest number of samples that a process measures in one batch."""
 
 _TRIED = 16
 """Number of samples in a batch while this process estimates whether a pool would be faster."""

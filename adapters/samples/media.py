@@ -29,8 +29,8 @@ Encoded = Mapping[str, Any]
 
 DUMMY_SIZE = (56, 56)
 """
-Width and height in pixels of black images. They stand in for images and video frames while texts
-are measured, and for the images of ranks that have none.
+Width and height in pixels of black images and video frames. They stand in for media while samples
+are measured, show a template's image token, and stand in for the images of ranks that have none.
 """
 
 

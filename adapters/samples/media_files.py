@@ -4,9 +4,10 @@ Reads facts of images and videos without decoding them, except for the first fra
 Image sizes are read from headers; frame counts and frame rates are read from video containers. A
 digest shows whether a file has changed.
 
-Frames are counted in a container's index, or by its packets if it has no index (mkv, webm). If the
-frame rate may vary, or frames may be hidden, the field `doubt` has the reason, and the video is
-decoded to measure it. A file that cannot be used for training is refused with a reason.
+Frames are counted in a container's index, or by its packets if it has no index (mkv, webm). If this
+does not suffice, for example because the frame rate varies, the field `doubt` has the reason, and
+the video is decoded to measure it. A file that cannot be used for training is refused with a
+reason.
 """
 
 import hashlib
@@ -48,10 +49,16 @@ likely damaged.
 _INDEXED = ("mp4", "avi")
 
 _JITTER = 1
-"""Units of a container's time base by which rounding may change the time between two frames."""
+"""
+Largest difference between the distances of successive frames, in units of the container's time
+base, that counts as rounding.
+"""
 
 _LOST_S = 0.5
-"""Seconds by which frames may end before the container's duration; more means a truncated file."""
+"""
+Seconds by which both frames and sound may end before the container's duration; more means a
+truncated file.
+"""
 
 
 def read_image_size(image: ImageSource, *, decode: bool = False) -> tuple[int, int]:
@@ -169,7 +176,7 @@ class VideoFacts:
 
 def video_facts(video: Video, *, max_seconds: float) -> VideoFacts:
     """
-    Return size, frame count, frame rate and digest of a video; only its first frame is decoded.
+    Return size, frame count, frame rate and digest of a video; at most one frame is decoded.
 
     Args:
         video: Path of a video file, or paths of its frames.
@@ -309,7 +316,7 @@ class _Container:
         return len(entries), self._rate_doubt(stream, times)
 
     def _count_by_packets(self, stream: Any, packets: Iterator[Any], seconds: float) -> tuple[int, str | None]:
-        """Return the number of video packets, 0 if unusable, and a reason to doubt it or None."""
+        """Return the number of packets, 0 if one has no time, and a reason to doubt it or None."""
         times = []
         for packet in packets:
             if not packet.size:

@@ -38,7 +38,7 @@ from packplan.core.samples.tables import NOTHING, Measurement
 log = logging.getLogger(__name__)
 
 PROOF_SIZES = ((28, 28), (9, 150), (37, 411), (571, 24), (500, 333), (640, 480), (1100, 90))
-"""Widths and heights of the images for which a method has to agree with full encodes."""
+"""Widths and heights in pixels of the images for which a method has to agree with full encodes."""
 
 
 _LARGE = (150, 70)

@@ -29,8 +29,9 @@ class Prompts:
     `answer` is the text of the last message. `record` is the record as it was read. For a vision
     model, the item also has the record's `images`.
 
-    Reward functions get all keys except `prompt` as arguments. If a TRL record has only a `prompt`,
-    either text or messages, the prompt is used unchanged, and the answer is empty.
+    Reward functions get all keys except `prompt` as arguments. If a TRL record has a `prompt` but
+    no answer, its messages are used unchanged, or its text as one user message, and `answer` is
+    empty.
     """
 
     def __init__(self, records: FileRecords, custom: CustomConfig, *, system: str | None, sees: bool) -> None:

@@ -185,7 +185,8 @@ def _stop_clock(opened: Template, template: TemplateConfig) -> None:
     This replaces `datetime` in ms-swift's modules, which affects all templates in this process.
 
     Raises:
-        ConfigError: The day is missing or is not a date, or the template writes no date.
+        ConfigError: `template.today` is not a date, is missing although the template writes one, or
+            is set although the template writes none.
     """
     modules = [sys.modules[kind.__module__] for kind in type(opened).__mro__]
     dated = [one for one in modules if isinstance(getattr(one, "datetime", None), type)]
@@ -257,7 +258,7 @@ def _refuse_media_template(template: Template) -> None:
 
 def _template_model(template: Template, arguments: RunArguments) -> Any:
     """
-    Return a template's model, or a dummy without weights in a loader process, which has no model.
+    Return a template's model or, if it has none, as in a loader process, a dummy without weights.
     """
     if template.model is None and template.dummy_model is None:
         with torch.device("meta"):

@@ -106,7 +106,12 @@ def _to_int32(values: pa.ChunkedArray) -> NDArray[np.int32]:
 
 
 def _first_invalid_row(table: Table) -> int | None:
-    """Return the index of the first row that has a negative number, or only supervised tokens."""
+    """
+    Return the index of the first invalid row; None if all rows are valid.
+
+    A row is invalid if it has a negative number, or if its record is not bad but has no
+    unsupervised token.
+    """
     lengths, supervised = (column(table, name) for name in ("length", "supervised"))
     wrong = (table < 0).any(axis=1) | ((column(table, "bad") == 0) & (lengths <= supervised))
     return int(np.argmax(wrong)) if wrong.any() else None

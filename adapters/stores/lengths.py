@@ -53,9 +53,10 @@ class _RowFile:
 
     def resume(self, entry: Mapping[str, Any]) -> NDArray[Any]:
         """
-        Return the rows that a manifest's *entry* counts, and append after them from now on.
+        Return the rows that a manifest's *entry* counts; `append` then continues after them.
 
-        CorruptArtefactError is raised if the rows' digest differs from the manifest's.
+        CorruptArtefactError is raised if rows are missing, or if their digest differs from the
+        manifest's.
         """
         self._num = entry["rows"]
         flat, self._hash = files.map_array(self.path, self.dtype, self._num * len(self.columns))
@@ -125,7 +126,7 @@ class DiskLengthStore:
 
     def bad_records(self) -> tuple[BadRecord, ...]:
         """
-        Return the bad records stored in this folder, or those in *lengths_from* if it is empty.
+        Return the bad records stored in this folder or, if it has no lengths, in *lengths_from*.
         """
         origin = self.origin()
         if origin is None and self._lengths_from is not None:
@@ -145,6 +146,7 @@ class DiskLengthStore:
         Raises:
             StaleError: The stored measurements have another key, or other data.
             CorruptArtefactError: The stored files are damaged.
+            ConfigError: The output folder of *lengths_from* does not exist.
         """
         self._key, self._num_records = key, num_records
         stored = self.read(key, num_records, data_digest)
@@ -170,7 +172,7 @@ class DiskLengthStore:
 
     def read(self, key: Fingerprint, num_records: int, data_digest: Callable[[int], str]) -> StoredRows:
         """
-        Return the same as `open_for_append`, without writing anything.
+        Return the rows stored under *key* in this folder, without writing anything.
 
         Args:
             key: All inputs of the measurements except the data.

@@ -157,7 +157,7 @@ class DiskPlanStore:
 
     def save_epochs(self, key: Fingerprint, records: Sequence[EpochRecord], schedule: EpochSchedule) -> None:
         """
-        Save the records and the steps of all epochs beside the plan saved under *key*.
+        Save the record and the number of steps of each epoch beside the plan saved under *key*.
 
         Args:
             key: Fingerprint of the inputs of the plans.
