@@ -7,9 +7,11 @@ the rows of the step's batches into new microbatches, with `core.shard`:
 - All ranks run equally many microbatches in a step.
 - The trainer divides the loss of a batch by its number of rows or supervised tokens, or by a
   constant of the step. The loss of a microbatch is weighted by the microbatch's share of this
-  divisor. If all batches of a step have the same divisor, their rows are divided together, over all
-  ranks. Otherwise the rows of each batch are divided on their own rank.
-- Logged values are means over all rows or tokens of the step, as if it had only one batch.
+  divisor. If all batches of a step have the same divisor, their rows form microbatches together:
+  over all ranks, or on each rank by itself if rows may not move. Otherwise the rows of each batch
+  form microbatches by themselves, on their own rank.
+- Logged values are those of a step of one batch: means over all rows or tokens of the step, or
+  their minimum or maximum.
 """
 
 from collections.abc import Iterator, Sequence
@@ -51,7 +53,7 @@ class BalanceCounts:
     """Optimizer steps."""
 
     microbatches: int = 0
-    """Microbatches with gradients."""
+    """Microbatches that this rank trained, empty ones included."""
 
     tokens: int = 0
     """Tokens of the rows that this rank trained, without padding."""
@@ -93,9 +95,9 @@ def balance(
     trainer.train()
     ```
 
-    The trainer's arguments still decide which answers a step trains. Loss and gradients stay the
-    same as in the trainer's own step. Logged values are the same as in a step of one batch. Call
-    `balance` on every rank, after the trainer is built and before it trains.
+    The trainer's arguments still decide which answers a step trains. Apart from rounding, loss and
+    gradients stay the same as in the trainer's own step. Logged values are the same as in a step of
+    one batch. Call `balance` on every rank, after the trainer is built and before it trains.
 
     Args:
         trainer: `GRPOTrainer` or `RLOOTrainer` of TRL.
@@ -110,8 +112,8 @@ def balance(
         move_rows: Whether rows may move between ranks.
 
     Raises:
-        ArgumentError: The trainer or one of its settings is not supported, or its loss compares the
-            rows of a batch.
+        ArgumentError: The trainer or one of its settings is not supported, its loss compares the
+            rows of a batch, or `balance` was called for it already.
     """
     if isinstance(trainer, _BalancedTraining):
         raise ArgumentError("host", "balance was called for this trainer already: call it once")
@@ -415,7 +417,7 @@ class _BalancedTraining:
         self, model: Any, input_ids: Any, attention_mask: Any, logits_to_keep: int, batch_size: Any = None, **given: Any
     ) -> Any:  # fmt: skip
         """
-        Return log-probabilities and entropies of answers, computed in microbatches of tokens.
+        Return log-probabilities and entropies of answers, from microbatches under a token limit.
 
         Only calls with *batch_size*, which compute no gradients, are divided; other calls pass
         through unchanged.

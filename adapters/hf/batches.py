@@ -44,18 +44,18 @@ class BatchRows:
 
     rows: list[Row]
     tokens: list[int]
-    """Tokens of each row, without padding."""
+    """Number of tokens of each row, without padding."""
 
     answer_widths: list[int]
-    """Positions of each row's answer, without the padding after its end."""
+    """Number of positions of each row's answer, without the padding after it."""
 
     prompt_width: int
-    """Positions of each prompt, padding included."""
+    """Number of positions of each prompt, padding included."""
 
 
 def split_batch(batch: Mapping[str, Any]) -> BatchRows:
     """
-    Return the rows of a batch, each without the padding after its end.
+    Return the rows of a batch, each without the padding after its answer.
 
     A row is a prompt, padded left, and an answer, padded right. The padding before a prompt is
     kept, since position ids depend on it.

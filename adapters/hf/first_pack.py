@@ -56,7 +56,8 @@ def require_pack_as_alone(trainer: Any, batches: list[Mapping[str, Any]], num_it
     """
     Check that the batch with the most samples has the loss and gradients of its samples alone.
 
-    Every rank has to call this function.
+    Every rank has to call this function. Where ranks share the weights, or the loss compares
+    samples with each other, it only logs that nothing is compared.
 
     Args:
         trainer: Trainer of packs, a `ServesPacks`.

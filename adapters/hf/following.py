@@ -3,9 +3,9 @@ Mixins for trainers that train packs by the schedule of a plan; `insert_base_cla
 
 `FollowsSchedule` sets the numbers of steps and epochs, checks each batch, and resumes runs, in
 trainers of transformers, TRL, ms-swift and `packplan sft`. `ComputesPacks` scales NEFTune's noise
-for each sample, and averages the evaluation loss over tokens. The trainer of a stream, which has no
-schedule, uses `ComputesPacks` alone. `ServesPacks` adds data loaders of packs to trainers of other
-libraries.
+for each sample, and averages the evaluation loss over supervised tokens. The trainer of a stream,
+which has no schedule, uses `ComputesPacks` alone. `ServesPacks` adds data loaders of packs to
+trainers of other libraries.
 
 A mixin precedes the trainer's class among the base classes, so `super()` calls the trainer's own
 method. This is the override of TRL or ms-swift if there is one, else the method of transformers.
@@ -82,17 +82,18 @@ def noise_by_sample(trainer: Any) -> Iterator[None]:
     """
     Inside this context, scale NEFTune's noise for each sample of a row as if it were alone.
 
-    NEFTune adds random noise to the embeddings of tokens in training. Each value of the noise is at
-    most `neftune_noise_alpha / sqrt(tokens * hidden_size)`, where transformers counts the tokens of
-    the whole row. For a row with samples of 8 and 32 tokens, transformers uses 40 tokens for both
-    samples. Inside this context, 8 tokens are used for the first sample, and 32 for the second.
+    NEFTune adds random noise to the embeddings of tokens in training. No value of the noise is
+    farther from 0 than `neftune_noise_alpha / sqrt(tokens * hidden_size)`, where transformers
+    counts the tokens of the whole row. For a row with samples of 8 and 32 tokens, transformers uses
+    40 tokens for both samples. Inside this context, 8 tokens are used for the first sample, and 32
+    for the second.
 
     Two hooks replace the NEFTune hook of transformers. The first hook finds the samples by the
     position ids or the mask of the model's call. The second hook adds the noise to the embeddings.
     Without `neftune_noise_alpha`, the context does nothing.
 
     Args:
-        trainer: Trainer whose training loop is running, so that transformers has added its hook.
+        trainer: Trainer inside its `train`, where transformers has added its own NEFTune hook.
     """
     alpha: float | None = trainer.neftune_noise_alpha
     if alpha is None:
@@ -143,7 +144,7 @@ class FollowsSchedule:
         self, pack_batches: PackBatches, *, around_epoch: Callable[[int], AbstractContextManager[Any]] = nullcontext
     ) -> None:
         """
-        Train the batches of the sampler *pack_batches* from now on, in the order of its schedule.
+        Make the trainer train the batches of the sampler *pack_batches*, in its schedule's order.
 
         Args:
             pack_batches: Batch sampler of this rank's packs.
@@ -243,8 +244,8 @@ class _LossSums:
 
     def add(self, loss: torch.Tensor, *, counts: bool) -> None:
         """
-        Add the mean loss of the next batch, weighted by its tokens, unless the batch is repeated or
-        another rank counts it.
+        Add the mean loss of the next batch, times `weight`, unless the batch is repeated or another
+        rank counts it.
         """
         if self.weight and counts and not self.next_is_repeated:
             self.sums += torch.tensor([float(loss) * self.weight, self.weight], dtype=torch.float64)
@@ -420,7 +421,7 @@ class ServesPacks(KeepsCheckpoints, ComputesPacks, LogsPacks, FollowsSchedule):
 
         Args:
             resume_from_checkpoint: Folder of a checkpoint. True takes the last checkpoint in the
-                output folder.
+                output folder, and None trains from the start.
             *args: Further arguments of the trainer's own `train`.
             **options: Options of the trainer's own `train`.
 
@@ -506,8 +507,8 @@ class ServesPacks(KeepsCheckpoints, ComputesPacks, LogsPacks, FollowsSchedule):
 
     def _get_num_items_in_batch(self, batches: list[dict[str, Any]], *args: Any, **options: Any) -> Any:
         """
-        Return the divisor of a step's loss: its number of supervised tokens, at least 1. Return
-        None in evaluation, where the loss of each batch is a mean over its own tokens.
+        Return the divisor of a step's loss: the number of the step's supervised tokens, at least 1.
+        Return None in evaluation, where the loss of each batch is a mean over its own tokens.
         """
         if self._evaluated is not None:
             return None

@@ -70,13 +70,13 @@ class UnpadCounts:
     """Numbers of a hooked model's packed calls, and of their positions with and without padding."""
 
     calls: int = 0
-    """Forward calls that ran as one packed row."""
+    """Number of forward calls that ran as one packed row."""
 
     real: int = 0
-    """Positions that the packed calls computed, without padding."""
+    """Number of positions that the packed calls computed, without padding."""
 
     padded: int = 0
-    """Positions of the padded batches that the packed calls received."""
+    """Number of positions of the padded batches that the packed calls received."""
 
 
 @attrs.define(eq=False)
@@ -246,7 +246,10 @@ def _take_tokens(name: str, value: Any, tokens: RealTokens) -> Any:
 
 
 def _put_back(value: Any, tokens: RealTokens) -> Any:
-    """Return outputs of shape (1, tokens, …) or (tokens, …) at their places in the batch."""
+    """
+    Return outputs of shape (1, tokens, …) or (tokens, …) at their places in the batch, and other
+    outputs unchanged.
+    """
     if isinstance(value, (tuple, list)):
         return type(value)(_put_back(one, tokens) for one in value)
     if not isinstance(value, torch.Tensor) or value.dim() < 2:
@@ -314,7 +317,7 @@ class Unpadding:
         """Whether evaluation, like training, omits logits of padding if `logits` is False."""
 
         self.native = NATIVE
-        """Name of the attention of transformers that computes padded calls."""
+        """Name of the attention of transformers for comparisons and for continuous batches."""
 
         self.groups: RowGroups | None = None
         """Groups of ranks that share packed rows; None if each rank has rows of its own."""

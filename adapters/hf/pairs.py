@@ -4,9 +4,10 @@ samples.
 
 TRL's loss of a batch is the mean over its samples. `TrainsPairs` weights the loss of a batch by its
 share of the step's samples on all ranks, so the loss of the step is the mean over its samples.
-Values that TRL logs are also means over the step's samples, or over their tokens. TRL gathers these
-values for each batch, but ranks with different numbers of samples cannot. Instead, each rank
-collects its own values, and the ranks exchange them once a step.
+Values that TRL logs are also means over the step's samples or their tokens, or the minimum or
+maximum of a reward. TRL gathers the values of all ranks for each batch, which requires equally many
+samples on every rank. Here, each rank collects its own values, and the ranks exchange them once a
+step.
 """
 
 from collections import defaultdict
@@ -66,17 +67,17 @@ class _Step:
     """State of an optimizer step, or of an evaluation."""
 
     samples: int = 0
-    """Samples of the step on all ranks; 0 in an evaluation."""
+    """Number of samples of the step on all ranks; 0 in an evaluation."""
 
     batches_left: int = 0
-    """Batches of this rank that are not computed yet."""
+    """Number of batches of the step that this rank has not computed yet; 0 in an evaluation."""
 
     logged: list[Logged] = attrs.field(factory=list)
     """Values that the trainer has logged for each batch."""
 
 
 class TrainsPairs(ServesPacks):
-    """Mixin of a TRL trainer that trains packs of preference data."""
+    """Mixin that makes a trainer of TRL train packs of preference data."""
 
     fixed_arguments = PREFERENCE_ARGUMENTS
     loss_of_samples = "mean"

@@ -35,7 +35,8 @@ _COMPARING = {
 
 def _name_in_trl(trainer: Any) -> str | None:
     """
-    Return the name of the TRL class that a trainer derives from; None for trainers of ms-swift.
+    Return the name of the TRL class that a trainer derives from; None for trainers of ms-swift and
+    for trainers that derive from none.
     """
     kinds = [kind for kind in type(trainer).__mro__ if kind.__module__.startswith(("trl.", "swift."))]
     return kinds[0].__name__ if kinds and kinds[0].__module__.startswith("trl.") else None
@@ -48,7 +49,7 @@ def is_preference_trainer(trainer: Any) -> bool:
 
 def refuse_misuse(trainer: Any, plan: Any, eval_plan: Any) -> None:
     """
-    Refuse arguments of `use_plan` that are not a supported trainer and plans of its data sets.
+    Refuse arguments of `use_plan` unless they are a supported trainer and plans of its data sets.
 
     Args:
         trainer: First argument of `use_plan`.
@@ -56,7 +57,8 @@ def refuse_misuse(trainer: Any, plan: Any, eval_plan: Any) -> None:
         eval_plan: Plan of the evaluation data, or None.
 
     Raises:
-        ArgumentError: An argument has a wrong type; the message says what to pass instead.
+        ArgumentError: An argument has a wrong type, or the trainer or its data sets cannot follow a
+            plan.
     """
     fact, named = None, _name_in_trl(trainer)
     if not hasattr(trainer, "get_train_dataloader"):
@@ -80,9 +82,11 @@ def refuse_misuse(trainer: Any, plan: Any, eval_plan: Any) -> None:
 
 def changed_meanings(args: Any, plan: Plan, schedule: EpochSchedule) -> Iterator[str]:
     """
-    Yield a sentence for each setting of a trainer that has another effect under a plan.
+    Yield a sentence for each setting of a trainer that has another effect, or none, under a plan.
 
-    A setting such as `save_steps` is left out if it has its default.
+    Long samples, and rows that TRL may have truncated, get a sentence too. `save_steps`,
+    `eval_steps` and `warmup_steps` get one only if they are not the defaults and exceed the number
+    of steps of the schedule.
 
     Args:
         args: Training arguments, before `use_plan` changes them.
@@ -187,7 +191,7 @@ def warn_of_unclipped_gradients(args: Any, section: str) -> None:
 
 
 def is_old_trl() -> bool:
-    """Return whether TRL is older than 1.0, which divides and logs some means differently."""
+    """Return whether TRL is older than 1.0; such versions divide and log some means differently."""
     return int(version("trl").partition(".")[0]) < 1
 
 
@@ -196,8 +200,8 @@ def refuse_balance_conflicts(trainer: Any) -> None:
     Refuse a trainer whose loss would change if `balance` divided its batches.
 
     Raises:
-        ArgumentError: The trainer is not one of TRL, or some settings are not supported; the
-            message names all of them.
+        ArgumentError: The trainer is not TRL's `GRPOTrainer` or `RLOOTrainer` with its own loss, or
+            some settings are not supported; the message names all of them.
     """
     kind = type(trainer)
     named = (one for one in kind.__mro__ if one.__name__ in {"GRPOTrainer", "RLOOTrainer"})

@@ -60,8 +60,9 @@ class SaveOnSigterm(TrainerCallback):
     @contextmanager
     def handling(self) -> Iterator[None]:
         """
-        Inside this context, record SIGTERM instead of ending the process. Outside of the main
-        thread, where Python allows no signal handler, the context does nothing.
+        Inside this context, record SIGTERM instead of ending the process. The context does nothing
+        outside of the main thread, where Python allows no signal handler. It also leaves a handler
+        of the program itself in place, unless it is to be replaced.
         """
         self.received = self.stopped = False  # as an earlier call of `train` may have left them
         before, process = signal.getsignal(signal.SIGTERM), os.getpid()
@@ -83,7 +84,10 @@ class SaveOnSigterm(TrainerCallback):
                 signal.signal(signal.SIGTERM, before or signal.SIG_DFL)
 
     def on_step_end(self, args: Any, state: TrainerState, control: TrainerControl, **__: Any) -> None:  # noqa: ARG002
-        """Save and stop if any rank received SIGTERM; an evaluation would delay the save."""
+        """
+        Request a save and the end of training if any rank received SIGTERM; cancel an evaluation,
+        which would delay the save.
+        """
         if self.any_rank(self.received):
             self.stopped = control.should_save = control.should_training_stop = True
             control.should_evaluate = False

@@ -66,8 +66,8 @@ class LogsPacks(TimesSteps):
 
     def log(self, logs: dict[str, float], *arguments: Any, **options: Any) -> None:
         """
-        Log values as the trainer does, and add statistics of the steps since the last log to a
-        loss. Samples per second are left out, since packs would count as samples.
+        Log values as the trainer does. If they include a loss, statistics of the steps since the
+        last log are added. Samples per second are left out, since packs would count as samples.
         """
         if "loss" in logs and self._stats is not None and self.state.global_step > self._logged_until:
             start, stop = self._logged_until - self._epoch_start, self.state.global_step - self._epoch_start

@@ -84,8 +84,8 @@ def use_plan(
 
     Args:
         trainer: `Trainer` of transformers, or `SFTTrainer`, `DPOTrainer`, `RewardTrainer` or
-            `KTOTrainer` of TRL. The rows of the trainer's data sets are tokenized, or its collator
-            tokenizes them.
+            `KTOTrainer` of TRL. The rows of the trainer's data sets have to be tokenized, unless
+            its collator tokenizes them.
         plan: Plan of the rows of `trainer.train_dataset`, made from their `row_lengths`. If it is a
             number, the rows are planned into packs of at most that many tokens.
         eval_plan: Plan of the rows of `trainer.eval_dataset`, or a packing length. The evaluation
@@ -93,8 +93,8 @@ def use_plan(
             own evaluation.
         sequence_parallel_size: Number of neighbouring ranks that share each row of packed samples.
             With `auto`, a pack longer than the packing length is shared by 2, 4, 8 … ranks: the
-            fewest with which no rank has more tokens than the packing length. Every other pack is
-            trained by one rank.
+            fewest with which no rank has more tokens than the packing length, but at most
+            *max_sequence_parallel_size*. Every other pack is trained by one rank.
         max_sequence_parallel_size: Maximum number of ranks that share a pack under `auto`. None
             takes the largest power of two that divides the number of ranks.
         check: Whether a pack is compared with its samples alone before the first step, by the
@@ -107,7 +107,7 @@ def use_plan(
         StaleError: The length of a row differs from its planned length.
         MismatchError: Ranks have different plans or rows. Training raises this error if the first
             pack trains differently from its samples alone.
-        ModelError: The probe of `unpad` fails.
+        ModelError: The probe of `unpad` fails, or models of this kind cannot be packed.
     """
     if isinstance(trainer, _PlannedTraining):
         raise ArgumentError("host", "the trainer follows a plan already: build another trainer for another plan")
@@ -160,8 +160,8 @@ def token_mean(outputs: Any, labels: torch.Tensor, num_items_in_batch: torch.Ten
     Args:
         outputs: Outputs of a causal language model; `logits` of shape (rows, tokens, vocabulary).
         labels: Labels of shape (rows, tokens).
-        num_items_in_batch: Supervised tokens of the whole step over all ranks. None takes the
-            supervised tokens of *labels*.
+        num_items_in_batch: Number of supervised tokens of the whole step over all ranks. None takes
+            that of *labels*.
     """
     logits, targets = outputs["logits"][:, :-1].float(), labels[:, 1:].to(outputs["logits"].device)
     total = F.cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=IGNORED_LABEL, reduction="sum")
@@ -265,7 +265,7 @@ def _make_schedule(
 
 def _unpad_for_loss(trainer: Any, groups: RowGroups | None, *, check: bool) -> list[Unpadding]:
     """
-    Return hooks of a trainer's model, then of its reference model, if it has one.
+    Add hooks to a trainer's model, and to its reference model if it has one; return the hooks.
 
     Hooks that a model already has are kept. New hooks omit logits of padding if the trainer has
     transformers' own loss.

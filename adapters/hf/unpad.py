@@ -1,8 +1,10 @@
 """
 `unpad` makes a model skip padding; `separate_samples` makes it keep the samples of a row apart.
 
-`unpad` tries each module whose calls may be packed, with each way to count positions. The first
-module and way whose hooks (see `packed_calls`) leave the results of padded rows unchanged are used.
+`unpad` tries each module whose calls may be packed, with each way to find samples and to count
+positions, on rows with padding on the right, on the left and between tokens. The first module and
+way whose hooks (see `packed_calls`) leave all results unchanged are used. If there are none, those
+that change results for the fewest sides of padding are used, and these sides stay padded.
 
 `assert_unpadded_equal` compares the loss and the gradients of a batch with and without padding.
 """
@@ -68,10 +70,10 @@ def unpad(model: Any, *, logits: bool = True, groups: RowGroups | None = None, c
     ```
 
     Call `unpad` on each model that a trainer runs, after the trainer is built. Rows may be padded
-    left, right, on both sides or between tokens. Results at positions with mask 1 equal those of
-    the padded pass; at other positions they are 0. Generation is not packed. Afterwards the model
-    uses Packplan's attention. First, `unpad` probes the model for a few seconds, as
-    `separate_samples` does.
+    left, right, on both sides or between tokens. Apart from rounding, results at positions with
+    mask 1 equal those of the padded pass; at other positions they are 0. Generation is not packed.
+    First, `unpad` probes the model for a few seconds, as `separate_samples` does. Afterwards the
+    model uses the fastest attention that has passed the probe, usually Packplan's own.
 
     Args:
         model: Model of transformers, which may have adapters and may be wrapped for several ranks.
@@ -84,7 +86,7 @@ def unpad(model: Any, *, logits: bool = True, groups: RowGroups | None = None, c
             padding, to compare the results (docs/use-it-in/transformers.md).
 
     Raises:
-        ModelError: The probe fails: results differ from the results of the padded pass.
+        ModelError: The probe fails, or models of this kind cannot be packed.
         MismatchError: A first call differs from its padded pass; the call itself raises the error.
         ArgumentError: The model is hooked already, or is not a model of transformers.
     """
@@ -156,7 +158,7 @@ def set_isolating_attention(
     model: Any, *, named: str, groups: RowGroups | None = None, logits: bool = False
 ) -> AttentionChoice:
     """
-    Set an attention that keeps samples apart in a small copy of the model, and return it.
+    Give a model an attention that keeps samples apart in the model's small copy, and return it.
 
     Args:
         model: Model of transformers.
@@ -192,7 +194,7 @@ def is_bidirectional(config: Any) -> bool:
 
 def unwrap(model: Any) -> Any:
     """
-    Return the model inside DDP and PEFT wrappers.
+    Return the model inside wrappers of DDP, DeepSpeed and PEFT.
 
     Raises:
         ModelError: Models of this kind cannot be packed.
@@ -225,8 +227,8 @@ def _without_ranks(model: Any) -> Any:
 
 def _find_stack(model: Any, asked: Any, *, native: str, logits: bool) -> tuple[TextStack, dict[str, str]]:
     """
-    Return the first text stack whose hooks leave results of padded rows unchanged. Also return each
-    side of padding that is not packed, with the reason.
+    Return the text stack whose hooks change results for the fewest sides of padding, the first of
+    equals. Also return each side of padding that is not packed, with the reason.
 
     Args:
         model: Model of transformers without wrappers, set to keep samples of a row apart.
@@ -236,7 +238,7 @@ def _find_stack(model: Any, asked: Any, *, native: str, logits: bool) -> tuple[T
         logits: See `unpad`.
 
     Raises:
-        ModelError: With each module and way to count positions, some result changes.
+        ModelError: With this text stack, results of rows that are padded on the right change.
     """
     tried: list[tuple[TextStack, dict[str, str]]] = []
     for stack, own in zip(_candidate_stacks(asked), _candidate_stacks(model), strict=True):
@@ -264,7 +266,8 @@ def _find_stack(model: Any, asked: Any, *, native: str, logits: bool) -> tuple[T
 
 def _candidate_stacks(model: Any) -> Iterator[TextStack]:
     """
-    Yield each module of a model whose calls may be packed, once for each way to count positions.
+    Yield each module of a model whose calls may be packed, once for each way to find samples and to
+    count positions.
     """
     part = trained_part(model)
     padding = getattr(part.config.get_text_config(), "pad_token_id", None) or 0
@@ -331,10 +334,10 @@ class UnpaddedStep:
     """Norm of the difference of gradients, divided by the norm of the gradients with padding."""
 
     real: int
-    """Positions that were computed without padding."""
+    """Number of positions that the packed calls computed, over all models."""
 
     padded: int
-    """Positions that were computed with padding."""
+    """Number of positions of the padded batches that the packed calls received."""
 
 
 def assert_unpadded_equal(trainer: Any, *, limit: float | None = None) -> UnpaddedStep:

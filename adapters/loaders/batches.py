@@ -33,7 +33,7 @@ class PackBatches:
     Batch sampler that yields the pack indices of one rank, epoch by epoch, as a schedule orders
     them.
 
-    Each iteration yields the batches of `epoch`, and then increases `epoch` by 1. After a state was
+    Each iteration yields the batches of `epoch`, and then increases `epoch` by 1. After a state is
     loaded, the first iteration yields only the remaining batches of its epoch. After an iteration
     that stopped early, `set_epoch` or `load_state_dict` has to be called before the next iteration.
     `state_dict` returns the progress at any batch. `load_state_dict` continues from such a
@@ -52,7 +52,7 @@ class PackBatches:
         state: ResumeState | None = None,
     ) -> None:
         """
-        Yield the batches of a schedule.
+        Prepare the batches of a schedule.
 
         Args:
             schedule: Order of packs.
@@ -60,14 +60,14 @@ class PackBatches:
             world_size: Number of ranks, which has to equal that of the schedule.
             plan: Checksum of the plan. A state stores *plan*, *data* and *identity*, and only a
                 state with the same values can be loaded.
-            data: Digest of the rows; `RowsOfPacks.inspect` returns it.
+            data: Digest of the rows: `digest` of the facts that `RowsOfPacks.inspect` returns.
             identity: Model, loss and settings of the run.
             state: Resume state of the run at its start, passed instead of *plan*, *data* and
                 *identity*.
 
         Raises:
             ArgumentError: *schedule* is not a schedule or has another number of ranks, or *rank* is
-                too large.
+                not from 0 to *world_size* - 1.
         """
         if not isinstance(schedule, EpochSchedule):
             fact = f"PackBatches takes a schedule, not a {type(schedule).__name__}: pass plan.schedule(world_size=…)"
@@ -83,7 +83,10 @@ class PackBatches:
         self.reschedule(schedule)
 
     def reschedule(self, schedule: EpochSchedule) -> None:
-        """Switch to a schedule of the same plan and ranks; iteration then begins at its start."""
+        """
+        Switch to another schedule of the same plan and ranks. The next iteration begins at the
+        schedule's start.
+        """
         self._given = self.schedule = schedule
         self.set_epoch(schedule.start.epoch)
 
@@ -95,7 +98,8 @@ class PackBatches:
 
     def set_epoch(self, epoch: int) -> None:
         """
-        Yield the batches of *epoch* next, from its start or from the loaded progress within it.
+        Select the epoch of the next iteration, which begins at the epoch's start, or at the loaded
+        progress within the epoch.
         """
         self.epoch, self._served = epoch, 0
 
@@ -176,7 +180,7 @@ class EvalBatches:
         self, num_packs: int, batch_size: int, *, rank: int, world_size: int, degrees: IntArray | None = None
     ) -> None:
         """
-        Yield the packs of an evaluation plan.
+        Prepare the batches of an evaluation plan.
 
         Args:
             num_packs: Number of packs of the plan.

@@ -101,7 +101,7 @@ class RowsOfPacks(Dataset[PackOfRows]):
 
     def __getitem__(self, pack: int) -> PackOfRows:
         """
-        Return the rows of pack *pack*: from `read_row`, or unchanged if there is a collator.
+        Return the rows of pack *pack*, read by `read_row`, or unchanged if there is a collator.
 
         Raises:
             ArgumentError: A row is padded or is not one sample.
@@ -168,7 +168,8 @@ class PackInputs:
         Labels are -100 at padding, and at the first token of each sample, which no token predicts.
 
         Raises:
-            ArgumentError: There are several packs, or the batch lacks a mask of its padding.
+            ArgumentError: There is not exactly one pack, or the batch lacks a mask of its padding
+                or has another number of tokens than its pack.
             StaleError: The length of a row differs from its planned length.
         """
         if len(packs) != 1 or not isinstance(packs[0], PackOfRows):

@@ -11,8 +11,8 @@ excludes it from the loss. `read_row` refuses a row that is padded or not one sa
 In preference data, a sample is a pair of a chosen and a rejected answer, or a row with one answer.
 From n pairs, TRL's collator makes 2 n rows, the chosen answers first.
 
-`RowSource` reads each row once before training, a few rows at a time, and stores its digest. A row
-that is read again in training has to have the same digest.
+`RowSource` reads each row once before training, a few rows at a time, and returns `RowFacts` with
+the digests of all rows. A row that is read again in training has to have the same digest.
 """
 
 from __future__ import annotations
@@ -168,7 +168,7 @@ class RowSource:
         return map(self.rows.__getitem__, indices) if several is None else several([*indices])
 
     def digests(self, indices: Sequence[int], rows: Iterable[Row]) -> list[bytes]:
-        """Return the digests of *rows*, whose indices are *indices*."""
+        """Return digests of the rows of *indices*: of *rows*, or of `stored` if it is not None."""
         if self.stored is not None:
             from datasets.table import embed_table_storage
 
@@ -177,8 +177,8 @@ class RowSource:
 
     def _digest(self, row: Row, index: int) -> bytes:
         """
-        Return the digest of a row's tokens, labels and media, or of all its columns if the collator
-        tokenizes the row.
+        Return the digest of a row's tokens, labels and media. Without tokens, or in preference
+        data, all columns count, except those that a reference model computes.
         """
         digest = blake2b(digest_size=16)
         if not isinstance(row, Mapping) or (TOKENS in row and not self.of_pairs):
@@ -361,7 +361,7 @@ class _ReadRow(dict[str, Any]):
 
 def read_row(row: Row, index: int | None = None) -> Row:
     """
-    Return a tokenized row with `input_ids`, `labels`, token types and its other columns.
+    Return a tokenized row with `input_ids`, `labels`, token types, and columns such as media.
 
     Ids, labels and token types become int64 arrays of shape (tokens,).
 
@@ -370,8 +370,8 @@ def read_row(row: Row, index: int | None = None) -> Row:
         index: Index of the row, for messages.
 
     Raises:
-        ArgumentError: The row has padding or several samples, its ids are not whole numbers, or it
-            has more or fewer labels or mask values than tokens.
+        ArgumentError: The row has no `input_ids`, it has padding or several samples, its ids are
+            not whole numbers, or it has more or fewer labels or mask values than tokens.
     """
     if isinstance(row, _ReadRow):
         return row

@@ -1,6 +1,6 @@
 """
 Arguments, template and rows of a training command, as ms-swift itself resolves them, and the run
-that plans it.
+that plans the command.
 
 No weights are loaded. Arguments that contradict a plan are refused, and named by their flags.
 """
@@ -60,7 +60,7 @@ _STEP_ARGUMENTS = (
     "bf16", "fp16", "gradient_checkpointing", "vit_gradient_checkpointing", "optim", "use_liger_kernel", "use_cpu",
     "fsdp", "deepspeed", "data_seed", "train_dataloader_shuffle",
 )  # fmt: skip
-"""Arguments of a step's memory and order that `training.` has under the same name."""
+"""Arguments that decide the memory of a step or the order of rows; `training` has the same keys."""
 
 Degrees = int | Literal["auto"]
 """
@@ -155,8 +155,8 @@ def read_command(
         words: Words of the command line after the task.
         world_size: Number of processes, or of groups of processes that share each row; None takes
             the processes that the command starts.
-        count_started: Returns the number of training processes that the command starts, once its
-            file is read.
+        count_started: Function that returns the number of training processes that the command
+            starts; it is called after ms-swift has read the file.
         degrees: See `Degrees`.
 
     Raises:

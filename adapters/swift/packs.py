@@ -62,7 +62,7 @@ def add_row_facts(rows: Any, lengths: list[int], digests: list[bytes], supervise
 
     Args:
         rows: A `datasets.Dataset`.
-        lengths: Tokens of each row.
+        lengths: Number of tokens of each row.
         digests: Digest of each row, of 16 bytes; rows that train differently have different
             digests.
         supervised: Number of supervised tokens of each row.
@@ -119,7 +119,7 @@ class PlannedPacks(Dataset[PackOfRows]):
     @cached_property
     def facts(self) -> RowFacts:
         """
-        Digest of all rows, and the number of supervised tokens of each row.
+        Digest and number of supervised tokens of each row.
 
         For a data set that ms-swift has cached with lengths, the facts describe the stored rows.
         """

@@ -51,9 +51,11 @@ def install(
     """
     Make `swift sft`, `swift pt` and `swift rlhf --rlhf_type dpo` train planned packs.
 
-    Other types of `swift rlhf` train their own batches, with models that skip padding. The file
-    that is passed to `--external_plugins` calls this function. Other commands, such as `swift
-    infer`, may load the same file from a checkpoint, and are not changed by it.
+    `--rlhf_type kto` trains planned packs if `--packing` is set, the model takes text alone, and no
+    ranks share rows. Without `--packing`, and with other types, `swift rlhf` trains its own
+    batches, with models that skip padding. The file that is passed to `--external_plugins` calls
+    this function. Other commands, such as `swift infer`, may load the same file from a checkpoint,
+    and are not changed by it.
 
     Args:
         checksum: Checksum of the only plan that may be trained, from the file that `packplan plugin
@@ -199,7 +201,7 @@ class _PlannedPipeline:
 
     def pack(self, pipeline: Any, data_sets: list[Any]) -> list[Any]:
         """
-        Return each data set as `PlannedPacks`.
+        Return each data set as `PlannedPacks`, or unpacked if `--packing` is not set.
 
         Raises:
             DataSetError: No row is left, or the plan's checksum differs from `checksum`.

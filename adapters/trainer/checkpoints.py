@@ -110,7 +110,7 @@ def find_checkpoint(
 
 def saved_plans(checkpoint: str, output_dir: str) -> frozenset[str]:
     """
-    Return the names of the plans in the checkpoints from which `find_checkpoint` chooses.
+    Return the plan checksums stored in the checkpoints from which `find_checkpoint` chooses.
 
     Args:
         checkpoint: Folder of a checkpoint, or `last`.

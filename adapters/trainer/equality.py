@@ -65,7 +65,7 @@ class PackComparison:
 
     def deviations(self, pack: int) -> Iterator[Deviation]:
         """
-        Yield each deviation of a pack from its samples alone.
+        Yield the deviations of a pack from its samples alone, those of size 0 included.
 
         Args:
             pack: Pack index.
@@ -156,7 +156,8 @@ class PackComparison:
 
     def _own_positions(self, inputs: Mapping[str, Any]) -> torch.Tensor:
         """
-        Return a sample's position ids as the model computes them: 4 rows in vision models, else 1.
+        Return a sample's position ids as the model computes them: 4 rows if the model has
+        `get_rope_index`, else 1.
         """
         text = torch.arange(inputs["input_ids"].shape[1], device=inputs["input_ids"].device)[None]
         rope = find_rope_index(self.trainer.model)

@@ -60,7 +60,7 @@ class PackedDataset(Dataset[PackOfRows | PackplanError]):
         self.encoder, self.packs_of, self.table, self.packed = encoder, packs_of, table, packed
 
     def set_epoch(self, epoch: int) -> None:
-        """Serve the packs of *epoch* from now on."""
+        """Select the packs of *epoch*, which items have from now on."""
         self.packs = self.packs_of(epoch)
 
     def __getstate__(self) -> dict[str, Any]:

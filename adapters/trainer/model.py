@@ -182,8 +182,9 @@ _MATCHES: Mapping[str, Callable[[str, str], Any]] = {
 
 def _refuse_unmatched(model: Any, given: Mapping[str, Any]) -> None:
     """
-    Refuse freezes and targets that match no part of the model, which ms-swift would only log.
-    Refuse targets that match only audio weights, since no record has audio.
+    Refuse freezes, trainable parameters and modules to save that match no part of the model, which
+    ms-swift would only log. Refuse all keys but freezes if they match only audio weights, since no
+    record has audio.
     """
     modules, weights = ([name for name, _ in named] for named in (model.named_modules(), model.named_parameters()))
     for key, matches in _MATCHES.items():

@@ -13,8 +13,8 @@ The trainer has these fixes, without which training would go wrong silently:
 - an error before saving, if a loss, gradient or weight is not finite
 
 With a plan, the packs of a step pass through these methods, from top to bottom. The table names the
-class that defines each method, which is `PlanTrainer` or a base class of it. Few methods are
-defined by several of these classes, so `super()` usually calls a method of ms-swift or
+class that defines each method: `PlanTrainer`, a base class of it, or a class that loads data. Few
+methods are defined by several of these classes, so `super()` usually calls a method of ms-swift or
 transformers. `LogsPacks` adds statistics to the log, and `KeepsCheckpoints` checks weights and adds
 digests.
 
@@ -258,7 +258,8 @@ class CheckedTrainer(KeepsCheckpoints, StopsAtNonFinite, ComputesPacks, TimesSte
         """
         Inside this context, let ms-swift's hook pass images to the model.
 
-        If the hook is registered already, as it is during `train`, the context does nothing.
+        If the hook is registered already, as it is during `train`, or if the model takes text
+        alone, the context does nothing.
         """
         if self.template._handles or not self.model_meta.is_multimodal:  # noqa: SLF001  # has no public name
             yield

@@ -76,7 +76,7 @@ class StreamDataset(IterableDataset[StreamedPack | ReaderEnd | PackplanError]):
         self, encoder: SwiftEncoder, order: Order, options: StreamOptions, *, rank: int, world_size: int
     ) -> None:
         """
-        Pack a stream.
+        Prepare a stream, whose packs are made in each iteration.
 
         Args:
             encoder: Encoder of the records.
@@ -91,7 +91,7 @@ class StreamDataset(IterableDataset[StreamedPack | ReaderEnd | PackplanError]):
         self.start = RankState()
 
     def set_epoch(self, epoch: int) -> None:
-        """Read the records in the order of *epoch* from now on."""
+        """Select the order of *epoch*, in which later iterations read the records."""
         self.indices = self._order(epoch)
 
     def start_from(self, start: RankState, segments: tuple[StreamSegment, ...] = ()) -> None:
@@ -106,13 +106,13 @@ class StreamDataset(IterableDataset[StreamedPack | ReaderEnd | PackplanError]):
         return sum(map(len, parts)) + sum(len(state.waiting_items) for state in readers)
 
     def filler_pack(self) -> PackOfRows:
-        """Return a pack of one early record of the epoch, for a rank that has no pack left."""
+        """Return a pack of the epoch's first packable sample, for a rank that has no pack left."""
         samples = (self.encoder.encode(int(index)) for index in self.indices)
         limit, allows_long = self.options.packing_length, self.options.allow_single_long
         return PackOfRows([next(sample for sample in samples if allows_long or sample["length"] < limit)], 0)
 
     def __iter__(self) -> Iterator[StreamedPack | ReaderEnd | PackplanError]:
-        """Yield packs as soon as they are full."""
+        """Yield each pack once it is made, and at the end the reader's progress or an error."""
         worker = get_worker_info()
         number, workers = (0, 1) if worker is None else (worker.id, worker.num_workers)
         reader = (self.start.next_reader + number) % workers

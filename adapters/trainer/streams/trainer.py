@@ -38,7 +38,10 @@ from packplan.core.stream import RankState, ReaderState, StreamCounts, StreamOpt
 log = logging.getLogger(__name__)
 
 _FEW_UNDERFILLED = 0.05
-"""Share of packs above which a warning is logged if they were underfilled before an epoch's end."""
+"""
+Share of all packs so far. If more packs than that were evicted below the minimum fill ratio, a
+warning is logged.
+"""
 
 
 @attrs.frozen
