@@ -16,7 +16,7 @@ loads if the step's number of microbatches divides this number.
 
 _CLASSES = 8
 """
-Divisor of the tokens per rank of the smallest shared pack; the quotient is the width of a length
+Divisor of the fewest tokens per rank of any shared pack; the quotient is the width of a length
 class. Shared packs of the same class are placed next to each other.
 """
 
@@ -38,8 +38,8 @@ class AlignedPlan(HasPacks):
 
     dataloader_drop_last: bool
     """
-    Whether leftover packs or padded batches that do not fill all ranks are dropped. If false, packs
-    are repeated instead.
+    Whether leftover packs that do not fill all ranks, and incomplete last batches, are dropped. If
+    false, packs are repeated to fill all ranks.
     """
 
     batch_size: int
@@ -99,8 +99,8 @@ def align_plan(
     Args:
         raw_plan: A raw plan, a `Plan` or a sequence of packs; at least one pack.
         world_size: Number of data-parallel ranks, >= 1.
-        dataloader_drop_last: Drop the leftover packs if true, else repeat packs from the front,
-            cyclically.
+        dataloader_drop_last: Whether to drop the leftover packs. If false, packs from the front are
+            repeated, cyclically.
         batch_size: Packs in one forward pass of a rank, >= 1. If leftover packs are dropped, an
             incomplete last batch is dropped too.
         degrees: Number of ranks that share each pack, powers of two; shape (num_packs,). None means
@@ -157,7 +157,7 @@ def aligned_positions(degrees: IntArray, world_size: int, drop_last: bool) -> In
         degrees: Number of ranks that share each pack: powers of two that divide *world_size*, 1 for
             a pack that is not shared; shape (num_packs,).
         world_size: Number of data-parallel ranks, >= 1.
-        drop_last: Drop packs at the end if true, else repeat packs from the front.
+        drop_last: Whether to drop packs at the end. If false, packs from the front are repeated.
 
     >>> ones = np.ones(3, dtype=np.int64)
     >>> aligned_positions(ones, 2, False).tolist(), aligned_positions(ones, 2, True).tolist()
@@ -248,7 +248,7 @@ def require_a_batch(num: int, *, world_size: int, batch_size: int, drop_last: bo
     Raise an error if the plan has too few packs for one batch on each rank.
 
     Args:
-        num: Packs of the raw plan.
+        num: Number of slots of the raw plan: one for each pack and rank that computes it.
         world_size: Number of data-parallel ranks, >= 1.
         batch_size: Packs in one forward pass of a rank, >= 1.
         drop_last: Whether leftover packs and incomplete batches are dropped.

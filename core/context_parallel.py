@@ -31,7 +31,8 @@ def padded_length(length: int, *, cp_size: int, tp_size: int = 1) -> int:
         cp_size: Ranks that share a row, >= 1.
         tp_size: Ranks of tensor parallelism, >= 1.
 
-    Returns: The next multiple of cp_size * 2 * tp_size, or of tp_size if cp_size is 1.
+    Returns: *length*, rounded up to a multiple of cp_size * 2 * tp_size, or of tp_size if cp_size
+        is 1.
 
     >>> padded_length(5, cp_size=2), padded_length(5, cp_size=1)
     (8, 5)

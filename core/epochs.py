@@ -61,7 +61,10 @@ class RecordLengths:
     """Tokens of each record, 0 for a record that is not a sample; shape (num_records,)."""
 
     sizes: tuple[int, ...] = ()
-    """Number of records in each source of the data, in order. Only mixes use it."""
+    """
+    Number of records in each source of the data, in order. Mixes draw from sources, and records of
+    epochs count samples and tokens by source.
+    """
 
     works: NDArray[np.float64] | None = None
     """Work of each record, for algorithms that pack by work; shape (num_records,)."""

@@ -31,7 +31,9 @@ measured. The forward pass has a third of the FLOPs of training.
 """
 
 _FOLDS = 7
-"""Number of parts into which the measured steps are divided. Each part is left out of one fit."""
+"""
+Maximum number of parts into which the measured steps are divided. Each part is left out of one fit.
+"""
 
 _VARIES = 1e-6
 """Smallest spread of a term, relative to its largest value, for which a coefficient is fitted."""
@@ -44,8 +46,8 @@ _QUANTILES = (1.0, 0.0, 0.5, 0.75, 0.25)
 
 _WINDOW = 8
 """
-Number of parts into which packs, sorted by work, are divided: a measured step takes its packs from
-at most one part. The step may contain a pack several times.
+Divisor of the number of packs. A measured step chooses at most this share of all packs, or a single
+pack: neighbours in the order of work. The step may contain a pack several times.
 """
 
 _PREFIXES = {"": 0, "K": 1, "M": 2, "G": 3, "T": 4}
@@ -62,7 +64,10 @@ _STEP = 64
 """Packing lengths are rounded down to a multiple of this number of tokens."""
 
 _ENOUGH = 0.03
-"""Share of a peak that may stay free before the search for a longer packing length ends."""
+"""
+Share of a traced peak: the search for a longer packing length ends once less than this share of the
+peak is free.
+"""
 
 _ATTEMPTS = 2
 
@@ -76,8 +81,8 @@ class Pause:
 
     every: int
     """
-    Optimizer steps between two pauses; 0 for no pauses. There is also a pause at the end of the
-    run.
+    Optimizer steps between two pauses. There is also a pause at the end of the run. 0 means no
+    pause after any step.
     """
 
     at_start: bool = False
@@ -257,7 +262,8 @@ class Timing:
 
     step_error: float | None = None
     """
-    Relative error of 95 % of the steps that were left out of a fit is below this; None if unknown.
+    Relative error that 95 % of the steps do not exceed, each in the fit that left it out; None if
+    unknown.
     """
 
     def uncertainty(self, seconds: float, refit_seconds: Sequence[float]) -> float | None:
@@ -313,8 +319,8 @@ class Calibration:
 
 def fit_steps(steps: Sequence[MeasuredStep]) -> TimeModel:
     """
-    Fit the coefficients with the smallest sum of absolute relative errors. The coefficient of a
-    term that does not vary is 0.
+    Fit the coefficients, each at least 0, with the smallest sum of absolute relative errors. The
+    coefficient of a term that does not vary is 0, apart from `step`.
 
     >>> steps = [MeasuredStep(1, flops, 0, 0, 2 + 3 * flops) for flops in (1, 2, 4)]
     >>> [round(one, 6) for one in attrs.astuple(fit_steps(steps))]
@@ -555,7 +561,7 @@ class StepTrace:
         Return the peak memory of the step.
 
         Args:
-            fused_loss: Leave out logits, which a fused loss never stores completely.
+            fused_loss: Whether to leave out logits, which a fused loss never stores completely.
         """
         kept = ~self.logits if fused_loss else np.ones(len(self.sizes), dtype=bool)
         kinds, rows = self._kinds(), np.zeros((len(MEMORY_KINDS), 1 + int(self.freed.max(initial=1))), dtype=np.int64)
@@ -575,7 +581,7 @@ class StepTrace:
 
 def peak_candidates(tokens: NDArray[Any], supervised: NDArray[Any], patches: NDArray[Any]) -> tuple[int, ...]:
     """
-    Return the packs that may need the most memory.
+    Return the indices of the packs that may need the most memory.
 
     The candidates are the packs with the most tokens, with the most supervised tokens, with the
     most patches, and with the largest sum of the three, each divided by its maximum.
@@ -616,10 +622,11 @@ def add_margin(peak: float) -> int:
 
 def longest_fit(peak_at: Callable[[int], int], *, start: int, limit: int, most: int) -> LongestFit:
     """
-    Return the longest packing length whose peak memory fits.
+    Search for the longest packing length whose peak memory fits.
 
     Memory is nearly linear in tokens. A line through the peaks of two lengths therefore gives a
-    third length, which is then traced too. A length is returned only if its traced peak fits.
+    third length, which is then traced too, and once more a fourth. The longest traced length whose
+    peak fits is returned.
 
     Args:
         peak_at: Function that returns the peak of a step in bytes, given the tokens of a full pack.
@@ -656,8 +663,8 @@ def _second_length(start: int, most: int) -> int:
 
 def _extrapolate(known: dict[int, int], room: float, *, most: int) -> int:
     """
-    Return the length, rounded down, at which a line through the two nearest peaks reaches *room*
-    bytes.
+    Return the length, rounded down, at which a line through the two peaks nearest to *room* reaches
+    *room* bytes; at most *most*.
     """
     (length, peak), (other, other_peak) = sorted(known.items(), key=lambda one: abs(one[1] - room))[:2]
     slope = (other_peak - peak) / (other - length)

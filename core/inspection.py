@@ -61,7 +61,9 @@ class PlanSummary:
     num_packs: int
 
     lower_bound: int
-    """Lower bound on the number of packs, with dropped ones: no plan of these samples has fewer."""
+    """
+    Lower bound on the number of packs, dropped ones included: no plan of these samples has fewer.
+    """
 
     bound_kind: BoundKind
     """Method that found the lower bound."""
@@ -74,8 +76,8 @@ class PlanSummary:
 
     auto_packs: int
     """
-    Upper limit of the number of packs with the algorithm `auto`. 0 if `auto` saves at most 0.2 %,
-    or was not compared.
+    Approximate number of packs with the algorithm `auto`. 0 if `auto` saves at most 0.2 %, or was
+    not compared.
     """
 
     num_samples: int
@@ -358,7 +360,8 @@ def describe_training(
 
 def describe_long_samples(plan: RawPlan, lengths: Lengths, setting: str) -> str:
     """
-    Return a warning if more than half of the samples are longer than a pack, else an empty text.
+    Return a warning if more than half of the samples are longer than a pack and become packs by
+    themselves, else an empty text.
 
     Args:
         plan: Plan of samples with these lengths.

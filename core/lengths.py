@@ -34,7 +34,7 @@ def as_lengths(lengths: Lengths, *, least: int = 1) -> IntArray:
 
     Raises:
         ArgumentError: A value is not a whole number of at least *least*, or the total exceeds 64
-            bits. The message has the index of the first such value.
+            bits. The message has the index of a value at fault.
         ArgumentError: *lengths* is not a sequence.
 
     >>> as_lengths([3, 1, 2]).tolist()
@@ -209,7 +209,7 @@ def as_works(works: Any, num: int, *, items: str = "packs") -> NDArray[np.float6
         items: Name of the items in the error, in the plural.
 
     Raises:
-        ArgumentError: There are not *num* works, or a work is negative or not finite.
+        ArgumentError: There are not *num* works, or a work is not a finite number of at least 0.
     """
     try:
         array = _as_array(works).astype(np.float64, copy=False)

@@ -120,8 +120,9 @@ def padded_positions(lengths: Lengths, *, batch_size: int) -> float:
     Return the expected number of token positions, padding included, in randomly drawn padded
     batches.
 
-    The mean over all possible draws is exact: the longest of b samples out of n is among the k
-    shortest with probability C(k, b) / C(n, b).
+    The longest of b samples out of n is among the k shortest with probability C(k, b) / C(n, b).
+    The mean over all possible draws is therefore exact if *batch_size* divides the number of
+    samples. Otherwise the samples of a smaller last batch count as padded in a full one.
 
     Args:
         lengths: Tokens of each sample, >= 1; at least one.

@@ -152,7 +152,10 @@ def quotas(mix: Mix, available: Sequence[int]) -> list[Fraction]:
 
 
 def _max_total(mix: Mix, available: Sequence[int], ratios: Sequence[Fraction], caps: Sequence[int | None]) -> Fraction:
-    """Return the largest total at which no source with a ratio runs out."""
+    """
+    Return the largest total at which no source with a ratio runs out; if none can run out, the
+    total of all their samples within the caps.
+    """
     sized = list(zip(mix.sources, available, ratios, caps, strict=True))
     levels = [
         size / ratio
@@ -360,7 +363,7 @@ def _running_sums(weights: IntArray) -> IntArray:
 
 def _draw_with_replacement(size: int, num: int, bits: np.random.PCG64) -> IntArray:
     """Draw *num* positions below *size*, with replacement."""
-    # The high half of each product is below size, and nearly uniform for sizes far below 2**64.
+    # The high half of each product is below size, and nearly uniform for sizes far below 2**32.
     return (bits.random_raw(num) >> np.uint64(32)).astype(np.int64) * size >> 32
 
 

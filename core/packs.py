@@ -68,8 +68,8 @@ class Packs(Sequence[list[int]]):
     @classmethod
     def from_lists(cls, packs: Iterable[Sequence[int]]) -> Packs:
         """
-        Make packs from lists of sample indices, in the given order; ArgumentError if an index is
-        negative.
+        Make packs from lists of sample indices, in the given order; ArgumentError if a pack is
+        empty, or if an index is not a whole number from 0.
         """
         packs = list(packs)
         offsets = np.zeros(len(packs) + 1, dtype=np.int64)
@@ -100,7 +100,7 @@ class Packs(Sequence[list[int]]):
         return int(self.indices.size)
 
     def sizes(self) -> IntArray:
-        """Number of samples in each pack; shape (num_packs,)."""
+        """Return the number of samples in each pack; shape (num_packs,)."""
         return np.diff(self.offsets)
 
     def loads(self, lengths: IntArray) -> IntArray:
@@ -111,8 +111,8 @@ class Packs(Sequence[list[int]]):
 
     def sums(self, values: NDArray[np.float64]) -> NDArray[np.float64]:
         """
-        Return the exact sum of *values* over each pack as float64, which is the same on every
-        processor.
+        Return the sum of *values* over each pack, computed exactly and then rounded to float64, so
+        that it is the same on every processor.
 
         Args:
             values: A whole number >= 0 for each sample, of any magnitude; float64, shape
@@ -226,8 +226,9 @@ def plan_checksum(packs: AnyPacks, *, lengths: Lengths | None = None) -> str:
     Return the SHA-256 hex digest of *packs*, which covers the sample indices, the order of packs,
     and the order of samples in each pack.
 
-    The hashed bytes are a format line, the offsets and indices of `Packs` as little-endian int64,
-    and *lengths* if given. The digest is the same on all machines and in all processes.
+    The hashed bytes are a format line, then the offsets and indices of `Packs`, and *lengths* if
+    given. Each array is hashed as its size and its values, all little-endian int64. The digest is
+    the same on all machines and in all processes.
 
     Args:
         packs: Packs, or a plan that contains packs.

@@ -94,7 +94,8 @@ class RawPlan(HasPacks):
     auto_packs: int = attrs.field(default=0, eq=False)
     """
     Approximate number of packs that the algorithm `auto` would need for the same samples, found by
-    the search for the lower bound. 0 if `auto` saves at most 0.2 %.
+    the search for the lower bound. 0 if `auto` saves at most 0.2 %, if the policy is `replanned`,
+    or if the packs depend on more than the number of samples of each length.
     """
 
     @property

@@ -101,8 +101,8 @@ class PlanPolicy:
 
     max_dropped_share: str = attrs.field(default="0.01", converter=_decimal_text)
     """
-    Share of all tokens that the fill filter may drop, from 0 to 1. The packs do not depend on this
-    limit.
+    Largest share of all tokens that the fill filter may drop in several packs, from 0 to 1. The
+    packs do not depend on this limit.
     """
 
     refuse_longer: bool = False
@@ -148,7 +148,7 @@ class PlanPolicy:
 
     @property
     def counts_lengths(self) -> bool:
-        """Whether packs depend only on the number of samples of each length."""
+        """Whether the packing algorithm needs only the number of samples per length."""
         return self.packing and self.max_images is None and find_algorithm(self.algorithm).counts_lengths
 
     def fingerprint(self, lengths_digest: str) -> Fingerprint:

@@ -71,8 +71,9 @@ class LengthSource(Protocol):
 
         Args:
             indices: Sample indices; they have to be consecutive if *epoch* is None.
-            in_full: Encode each record in full, without shortcuts.
-            epoch: If not None, encode in full in another process, as training does in this epoch.
+            in_full: Whether to encode each record in full, without shortcuts.
+            epoch: If not None, records are encoded in full in another process, as training does in
+                this epoch.
         """
 
     def media_facts(self, index: int, /, *, decode: bool = False) -> tuple[MediaFacts, ...]:

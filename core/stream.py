@@ -37,10 +37,13 @@ class StreamOptions:
     """Options of packing in a stream."""
 
     packing_length: int
-    """Maximum number of tokens in a pack. A sample with at least this many tokens is long."""
+    """
+    Maximum number of tokens in a pack of several samples. A sample with at least this many tokens
+    is long.
+    """
 
     packing_buffer: int = 512
-    """Number of samples that are packed together."""
+    """Minimum number of samples that are packed together. Fewer are left at the end of a reader."""
 
     min_fill_ratio: Fraction = attrs.field(default=Fraction(65, 100), converter=_exact_ratio)
     """Share of the packing length from which a pack counts as full enough, as an exact decimal."""
@@ -151,7 +154,7 @@ class StreamCounts:
 
 @attrs.frozen
 class ReaderState:
-    """Progress of one reader in an epoch, after any of its packs."""
+    """Progress of one reader in an epoch."""
 
     read: int = 0
     """Number of the reader's positions that it has read."""
@@ -287,7 +290,7 @@ class RankState:
     """Counts of earlier epochs."""
 
     trained: int = 0
-    """Number of samples that were trained in all epochs."""
+    """Number of samples trained so far, over all epochs."""
 
     def __attrs_post_init__(self) -> None:
         if not 0 <= self.next_reader < max(1, len(self.readers)) or self.trained < 0:

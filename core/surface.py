@@ -35,7 +35,7 @@ from packplan.core.schedule import EpochSchedule
 from packplan.core.work.model import WorkModel
 
 _DRAWN_PACKS, _WIDTH, _BAR = 24, 640, 9
-"""Number of packs in a drawing, width of the drawing, and height of a pack; sizes in pixels."""
+"""Number of packs that a notebook draws; width of a drawing and height of a pack, in pixels."""
 
 _DRAWN_SAMPLES = 4000
 """Maximum number of samples that all drawings of the first packs show together."""
@@ -91,11 +91,12 @@ class Plan(HasPacks):
             packs_per_step: Packs of one optimizer step over all ranks, a multiple of *world_size*.
                 None means one pack for each rank.
             epochs: Number of epochs, which may be fractional.
-            drop_last: Drop packs that do not fill all ranks, instead of repeating packs from the
-                front.
+            drop_last: Whether to drop packs that do not fill all ranks. If false, packs from the
+                front are repeated.
             max_steps: Total number of optimizer steps. A positive number overrides *epochs*.
             seed: Seed for the order of packs, from 0.
-            shuffle: Draw a new order for each epoch; otherwise packs keep the order of the plan.
+            shuffle: Whether each epoch has a new random order. If false, packs keep the order of
+                the plan.
             works: Work of each pack in any unit; shape (num_packs,). If given, the packs of each
                 step are assigned to ranks by work.
             degrees: Maximum number of ranks that share a long pack: a power of two that divides
@@ -178,23 +179,23 @@ def plan(
         algorithm: Name of a packing algorithm, a key of `ALGORITHMS`.
         images: Number of images of each sample; needed if *max_images* is given.
         max_images: Maximum number of images in a pack of several samples, >= 1; None sets no limit.
-        allow_single_long: Put each sample of at least *packing_length* tokens into a pack by
-            itself; otherwise skip it.
-        refuse_longer: Raise an error if a sample has more than *packing_length* tokens.
-        drop_last: Drop packs that are filled below *min_fill_ratio*.
+        allow_single_long: Whether each sample of at least *packing_length* tokens becomes a pack by
+            itself. If false, such samples are skipped.
+        refuse_longer: Whether a sample of more than *packing_length* tokens is an error.
+        drop_last: Whether packs that are filled below *min_fill_ratio* are dropped.
         min_fill_ratio: Share of *packing_length*, from 0 to 1; 0 drops no pack.
-        max_dropped_share: Largest share of all tokens, from 0 to 1, that may be lost in dropped
-            packs.
+        max_dropped_share: Largest share of all tokens, from 0 to 1, that may be lost in several
+            dropped packs. A single dropped pack is always allowed.
         packing: Whether samples share packs; otherwise each sample is a pack by itself.
-        replanned: Draw the packs of epoch 0 from *seed*, as for a run that draws new packs each
-            epoch.
+        replanned: Whether to draw the packs from *seed*, as for epoch 0 of a run that draws new
+            packs each epoch.
         seed: Seed of random algorithms, from 0 to 2**64 - 1.
         work: Model of the samples' work, for algorithms that pack by work. None derives the work
             from the lengths.
 
     Raises:
         ArgumentError: An option or a length is invalid, no pack is left, *refuse_longer* is true
-            and a sample is longer than a pack, or dropped packs contain more than
+            and a sample is longer than a pack, or several dropped packs contain more than
             *max_dropped_share* of the tokens.
 
     >>> plan([60, 20, 50, 30, 90], 80, allow_single_long=False).packs.tolist()
@@ -234,7 +235,7 @@ class Figure:
     value: str
 
     remark: str
-    """Unit of the value, and further notes."""
+    """Text after the value in a table: its unit, or further figures and notes."""
 
     decides: bool = False
     """Whether a short table shows the figure too."""

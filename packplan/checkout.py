@@ -46,7 +46,7 @@ class AliasFinder(MetaPathFinder, Loader):
         module.__spec__ = cast(ModuleSpec, module.__spec__).loader_state
 
     def get_code(self, fullname: str) -> CodeType | None:
-        """Return the code that `python -m` runs."""
+        """Return the code of module *fullname*, which `python -m` runs."""
         found = cast(ModuleSpec, find_spec(f"packplan.{fullname}"))
         return cast(InspectLoader, found.loader).get_code(found.name)
 

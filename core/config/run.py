@@ -498,7 +498,10 @@ class TrainingConfig:
     """
 
     seed: int = key(42, plan=True, check=valid_seed)
-    """Seed of new weights, of dropout, and of the order of packs in each epoch."""
+    """
+    Seed of all random choices: new weights, dropout, the draws of samples and packs, and the order
+    of packs in each epoch. `data_seed`, if set, replaces it for the order.
+    """
 
     resume_from_checkpoint: PathText | None = key(None, neither=TRAINS)
     """Folder of a checkpoint, or `last` for the newest complete one in `output_dir`."""
@@ -598,7 +601,9 @@ class RunConfig:
         return 1 if self.training.packing and self.command is None else self.training.per_device_train_batch_size
 
     def count_ranks(self, asked: int | None = None) -> int | None:
-        """Return the data-parallel ranks of the command, or *asked* if there is no command."""
+        """
+        Return the number of data-parallel ranks of the command, or *asked* if there is no command.
+        """
         return self.command.world_size if self.command else asked
 
     def name_settings(self, text: str) -> str:

@@ -1,10 +1,11 @@
 """
 Digests of records, which identify a record by its content, in whatever file it is.
 
-Two records are the same if their JSON values are equal. The order of keys, whitespace and the
-format of the file do not matter. A key whose value is `null` counts as absent, since tables store
-absent values as null. Only the size and the first bytes of an image inside a record are digested,
-as for image files. A signed URL is digested without its signature, which changes over time.
+Two records are the same if their JSON values are equal. Whitespace and the format of the file do
+not matter. The order of keys matters only in objects that become text, such as tools and arguments
+of calls. A key whose value is `null` counts as absent, since tables store absent values as null.
+Only the size and the first bytes of an image inside a record are digested, as for image files. A
+signed URL is digested without its signature, which changes over time.
 """
 
 import base64
@@ -19,7 +20,8 @@ from packplan.core.samples.urls import is_url, may_hold_signature, strip_signatu
 
 HEAD_BYTES = 65_536
 """
-Number of bytes of an image that are digested: the header, and enough content to distinguish images.
+Number of bytes at the start of an image that are digested: the header, and enough content to
+distinguish images.
 """
 
 DIGEST_BYTES = 32

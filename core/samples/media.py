@@ -56,7 +56,7 @@ _BASE64 = re.compile(rf"\s*(?:{IMAGE_MARKS})[A-Za-z0-9+/\s]{{60,}}={{0,2}}\s*\Z"
 _SCHEME = re.compile(r"(?P<name>[A-Za-z][A-Za-z0-9+.-]+)://")
 
 _LONGEST_PATH = 4096
-"""Maximum number of characters in a path on Linux."""
+"""Maximum length of a path on Linux. A longer text is not a path."""
 
 
 VIDEO_TAG = "<video>"
@@ -171,7 +171,7 @@ def _require_path(text: str, what: str, *, urls: bool) -> str:
 
 
 Video = str | tuple[str, ...]
-"""Path of a video file, or the paths of the video's frames in order."""
+"""Path of a video file, or the paths of the video's frames in order; URLs if they are accepted."""
 
 
 def to_videos(value: object, *, urls: bool = False) -> list[Video]:
@@ -186,7 +186,8 @@ def to_videos(value: object, *, urls: bool = False) -> list[Video]:
     ['a.mp4', ('1.png', '2.png'), 'b.webm']
 
     Raises:
-        ValueError: A video is neither a path nor a list of paths.
+        ValueError: A video is neither a path nor a list of paths, or is at a URL although URLs are
+            not accepted.
     """
     if is_empty(value):
         return []

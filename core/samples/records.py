@@ -146,8 +146,8 @@ def to_messages(shaped: ShapedRecord, options: MessageOptions) -> dict[str, Any]
 
 def _add_tags(messages: list[dict[str, Any]], tag: str, name: str, number: int) -> list[dict[str, Any]]:
     """
-    Return messages with one tag for each image or video. If there is no tag, all tags are added
-    before the first user message. Any other number of tags is an error.
+    Return messages with one tag for each image or video. If there is no tag, all tags are added at
+    the start of the first user message's text. Any other number of tags is an error.
     """
     tags = sum(message["content"].count(tag) for message in messages)
     if tags == number:

@@ -45,7 +45,7 @@ RECORD_KEYS = frozenset(
         "history", "objects", "summary", "channel", "tools",
     }
 )  # fmt: skip
-"""Keys that at least one shape reads, in lower or upper case."""
+"""Keys that at least one shape reads, in any letter case."""
 
 NOTES = ("id", "index", "source", "model", "language", "timestamp")
 """Keys of a record or a message that contain nothing to train on, and are ignored."""

@@ -55,7 +55,7 @@ def split_calls(messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     Split messages, so that each tool call and each tool answer is a separate message.
 
     Raises:
-        ValueError: A tool call has no name.
+        ValueError: The calls are not a list of objects, or a call has no name or invalid arguments.
     """
     if all(is_empty(message.get("tool_calls")) for message in messages):
         return list(messages)

@@ -32,7 +32,8 @@ _SCHEME = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*)://")
 
 _CREDENTIALS = re.compile(r"(?<=//)(?P<user>[^/?#\s]*@)|[?#][^\s'\"]*")
 """
-Parts of a URL that may be credentials: a user name with a password, and everything after the path.
+Parts of a URL that may be credentials: a user name, with or without a password, and everything
+after the path.
 """
 
 _SIGNED = re.compile(r"(?:X-Amz-|X-Goog-|X-OSS-)?(?:Signature|Credential|Security-Token)=|[?&]sig=", re.IGNORECASE)

@@ -105,8 +105,8 @@ def balance_items(costs: IntArray, works: IntArray, *, shards: int, per_shard: i
 
 def _place_evenly(sizes: list[int], num: int, capacity: int) -> list[int] | None:
     """
-    Return the microbatch of each item, so that microbatches have about equal positions; None if a
-    microbatch exceeds the capacity.
+    Return the microbatch of each item, so that microbatches have about equally many positions; None
+    if a microbatch exceeds the capacity.
     """
     heap = list(range(num))  # load and place in one number
     places = []

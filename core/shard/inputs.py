@@ -33,8 +33,8 @@ def sequence_dims(
     Return the dimension of each field that runs along the tokens; None for a field without such a
     dimension.
 
-    A dimension may be as long as the input's width by chance. Such a dimension has to be declared,
-    unless the field is in `TOKEN_FIELDS`.
+    A dimension may be as long as the input's width by chance. A field with a dimension of this size
+    therefore has to be declared, unless the field is in `TOKEN_FIELDS` and has only one.
 
     Args:
         shapes: Name of each tensor in the batch -> its shape. The first dimension of each tensor is
@@ -110,7 +110,8 @@ def lengths_and_padded(
         lengths: Tokens of each sequence, >= 1.
         multiple: Each length is rounded up to a multiple of this number.
         capacity: Maximum number of positions in a microbatch; None sets no limit.
-        when_long: `error` raises an ArgumentError if a sequence exceeds the capacity.
+        when_long: `error` raises an ArgumentError if a padded sequence exceeds the capacity;
+            `alone` accepts such a sequence.
     """
     require_choice("when_long", when_long, get_args(WhenLong))
     array = as_lengths(lengths)

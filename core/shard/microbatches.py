@@ -56,15 +56,15 @@ def shard_packed(
         max_tokens_per_microbatch: Maximum number of tokens in a row, padding included.
         sequence_length_pad_multiple: Each sequence is padded to a multiple of this number.
         algorithm: Name of a packing algorithm, a key of `core.packers.ALGORITHMS`, which decides
-            the number of microbatches.
+            the number of microbatches, unless `certified` needs fewer microbatches on each worker.
         when_long: `error` refuses a sequence longer than the limit; `alone` makes it a row by
             itself.
         seed: Seed of random algorithms.
         work: Work model of the model, or work of each sequence in any unit. None uses squared
-            lengths.
+            padded lengths.
         sync_at: Where workers wait for each other. `microbatch`, such as with FSDP: microbatches
-            that run at the same time get equal work. `step`, at the end of a global batch: workers
-            get equal total work, and microbatches equal work as far as possible.
+            that run at the same time get about equal work. `step`, at the end of a global batch:
+            workers get about equal total work, and microbatches equal work as far as possible.
 
     Raises:
         ArgumentError: A sequence is too long for a row and *when_long* is `error`, there is no
@@ -176,16 +176,17 @@ def shard_dynamic(
     """
     Cut a batch into microbatches of sequences of similar length, padded to one width.
 
-    Sequences of a global batch are sorted by length and assigned to the workers one by one. The
+    Sequences of a global batch are sorted by length and assigned to the workers in turn. The
     microbatches of all workers therefore have the same boundaries and widths. The width of a
-    microbatch is the longest sequence of any worker, rounded up.
+    microbatch is the length of its longest sequence on any worker, rounded up.
 
     Args:
         lengths: Tokens of each sequence of the batch, >= 1; at least one sequence.
         shards: Number of data-parallel workers, >= 1.
         batch_size: Number of sequences in a global batch, over all workers; the last batch may have
             fewer.
-        max_tokens_per_microbatch: Maximum number of tokens, counted as sequences times width.
+        max_tokens_per_microbatch: Maximum number of tokens in a microbatch, padding included: its
+            number of sequences times its width.
         sequence_length_round: Widths are rounded up to a multiple of this number.
         when_long: `error` refuses a sequence wider than the limit; `alone` makes it a microbatch by
             itself.
@@ -210,9 +211,9 @@ def shard_dynamic(
         costs = padded[batch.start : batch.stop]
         items = slot_sequences(costs, round_up(costs.size, shards))
         ascending = items[np.argsort(array[batch.start : batch.stop][items], kind="stable")]
-        # Microbatch of each row. A row is as wide as the longest sequence of any worker.
+        # Row k has the k-th sequence of every worker, and is as wide as the longest of them.
         rows = costs[ascending[shards - 1 :: shards]]
-        # A row wider than the limit counts as a full microbatch, so that it is one by itself.
+        # A row wider than the limit counts as a full microbatch, so that it becomes one by itself.
         numbers = _group_rows(np.minimum(rows, capacity).tolist(), capacity)
         widths = rows[np.flatnonzero(np.diff(numbers, append=numbers[-1] + 1))]
         labels = np.tile(np.arange(shards) * widths.size, rows.size) + np.repeat(numbers, shards)

@@ -128,7 +128,7 @@ class _RoundFiller:
         # Keys of the microbatches of a heavy pool stay below its level.
         self._levels: list[int] = []
         self._heavy: list[_Pool] = []
-        # No heavy pool takes an item that is longer and adds as much.
+        # No heavy pool takes an item that is longer than the size and adds at least the step.
         self._most_step, self._most_size = self._limit, 0
 
     def add(self, item: int) -> int | None:
@@ -168,7 +168,10 @@ class _RoundFiller:
         return None
 
     def _update_heavy_limits(self) -> None:
-        """Update the limits of work and size from which on no heavy pool can get an item."""
+        """
+        Update the limits of work and size: no heavy pool can take an item that adds at least
+        `_most_step` and is longer than `_most_size`.
+        """
         levels = zip(self._levels, self._heavy, strict=True)
         self._most_step = max((level - pool.keys[0] for level, pool in levels if pool.keys), default=0)
         self._most_size = max((pool.most_waiting_room for pool in self._heavy), default=0)
@@ -249,8 +252,8 @@ class _Round:
 
     def _exchange(self, busy: int, idle: int) -> bool:
         """
-        Swap or move one item from microbatch *busy* to *idle* if their work then differs less;
-        return whether it does.
+        Move an item from microbatch *busy* to *idle*, or swap it for an item of *idle*, if their
+        works then differ less; return whether an item was moved.
         """
         gives, takes = self.held[busy], self.held[idle]
         nothing = np.zeros(1, dtype=np.int64)
