@@ -4,7 +4,9 @@ Packing algorithms, by name.
 To add an algorithm, write a function with its name in a module of this package, and an entry of
 `ALGORITHMS` that names the module. The function takes lengths (each from 1 to `capacity`) and, by
 keyword, `capacity` and the arguments that the entry lists in `takes`. The function returns `Packs`
-in the same order as `pack` does. `tests.laws.test_packers` tests all entries by the same laws.
+that ascend by their first index. If the entry sets `counts_lengths`, the function takes
+`LengthCounts` and returns a `PackingTrace` instead. `tests.laws.test_packers` tests all entries by
+the same laws.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -75,7 +77,7 @@ ALGORITHMS: Mapping[str, Algorithm] = MappingProxyType(
 
 
 def find_algorithm(name: str) -> Algorithm:
-    """Return the algorithm *name*; ArgumentError with all names if it does not exist."""
+    """Return the entry of the algorithm *name*; ArgumentError with all names if there is none."""
     if name not in ALGORITHMS:
         raise ArgumentError("argument", f"algorithm is {name!r}, but has to be one of {', '.join(ALGORITHMS)}")
     return ALGORITHMS[name]
@@ -142,6 +144,7 @@ def pack(
         report: Called with a progress message, by `certified` and `balanced`.
 
     Raises:
+        ArgumentError: There is no such algorithm, or a number is out of range.
         ArgumentError: A length is not a whole number from 1 to *capacity*.
         ArgumentError: The numbers of works and lengths differ, or a work is negative or not finite.
         ArgumentError: *works* is passed for an algorithm whose packs do not depend on work.
@@ -172,14 +175,14 @@ def split_to_bin_count(packs: Packs, lengths: IntArray, *, minimum: int, multipl
     """
     Split packs until their number is at least *minimum* and a multiple of *multiple*.
 
-    Each time, the fullest pack that has several samples is split into two packs of about equal
-    load: each sample, longest first, goes to the emptier pack.
+    In each step, the fullest pack that has several samples is split into two packs of about equal
+    load: each of its samples, longest first, goes to the emptier of the two packs.
 
     Args:
         packs: Packs, ordered by first sample.
         lengths: Tokens of each sample.
-        minimum: Minimum number of packs, >= 1. With 1, there may be no packs if there are no
-            samples.
+        minimum: Minimum number of packs, >= 1. If it is 1 and there are no samples, there are no
+            packs.
         multiple: Number that has to divide the number of packs, >= 1.
 
     Raises:

@@ -1,9 +1,10 @@
 """
 Packer `balanced`: packs of about equal work, at most 0.5 % more than `auto` makes.
 
-The packs are divided into groups of some thousand packs, and each group is levelled separately.
-Time and memory therefore grow linearly with the number of samples. Samples are sorted by length and
-work and assigned to the groups in turn, so that all groups have similar samples.
+Many packs are divided into groups of at least 1,024 packs and 32,768 samples, and each group is
+levelled separately. Time and memory therefore grow about linearly with the number of samples.
+Samples are sorted by length and work and assigned to the groups in turn, so that all groups have
+similar samples.
 
 1. Start: in each group, the samples, longest first, go to the pack with the fewest tokens so far. A
    pack may exceed the capacity.
@@ -12,9 +13,12 @@ work and assigned to the groups in turn, so that all groups have similar samples
 
 In step 1, a sample with much work reserves tokens that stay empty in its pack, because a full pack
 with this sample would exceed the mean work. Together, these samples reserve at most 80 % of the
-tokens that the packs leave unused anyway. If step 2 fails, or if best fit needs more packs than the
-limit, the packs of `auto` are levelled instead. The packs of `auto` are made with a slightly
-smaller capacity if their number then stays within the limit.
+tokens that the packs leave unused anyway.
+
+The three steps make at most 0.5 % more packs than the lower bound. If best fit needs more packs,
+the packs of `auto` are levelled by step 3 alone. If step 2 fails, the packs of best fit are
+levelled by step 3 alone. In both cases, packs that `auto` makes with a slightly smaller capacity
+are levelled instead, if they are at most 0.5 % more than those of `auto` or than the bound.
 """
 
 from bisect import bisect_left
@@ -39,7 +43,7 @@ _PACKS_PER_EXTRA = 200
 """Number of packs for which one extra pack is allowed, so that there is room to level the work."""
 
 _GROUP_SAMPLES, _GROUP_PACKS = 1 << 15, 1 << 10
-"""Minimum number of samples, and of packs, in a group."""
+"""Minimum number of samples, and of packs, in a group, if there are several groups."""
 
 _LIGHT = 4
 """
@@ -77,9 +81,9 @@ def balanced(
         works: Work of each sample, >= 0 in any unit; same shape as *lengths*. None estimates the
             work from the length and the squared length, in the proportion of a typical model.
         report: Called with a progress message.
-        keys: Random numbers that change where the search starts; shape (num_samples,). The keys
-            change the packs, but neither the number of packs nor how equal their work is. None
-            starts with the longest samples.
+        keys: Random numbers that vary the order in which samples are first placed, and so the
+            packs; shape (num_samples,). None places the longest samples first. Unused where packs
+            of another algorithm are levelled.
     """
     units = to_units(WorkModel.estimated({}).trained().sample_flops(lengths) if works is None else works)
     packs, fewest = _pack_with(lengths, capacity), find_bound(lengths, capacity=capacity, effort=0).packs
@@ -113,8 +117,8 @@ def _pack_evenly(
     report: Callable[[str], None],
 ) -> IntArray | None:
     """
-    Divide samples into *num* packs of equal work; return the pack of each sample, or None if a pack
-    exceeds the capacity.
+    Divide samples into *num* packs of about equal work; return the pack of each sample, or None if
+    no packs within the capacity are found.
     """
     labels = np.empty(lengths.size, dtype=np.int64)
     num_groups = _num_groups(lengths.size, num)
@@ -166,8 +170,8 @@ def _num_groups(num_samples: int, num_packs: int) -> int:
 
 def _assign_to_groups(order: IntArray, num_groups: int) -> Iterator[IntArray]:
     """
-    Yield groups of the items of *order*, assigned back and forth so that the groups have similar
-    sums.
+    Yield groups of the items of *order*, assigned back and forth so that each group gets items from
+    all parts of the order.
     """
     places = np.arange(order.size)
     row, column = places // num_groups, places % num_groups
@@ -199,9 +203,9 @@ def _add_reserve(lengths: IntArray, units: IntArray, *, num: int, capacity: int,
     Return each sample's tokens plus the tokens that it reserves, so that the work of its pack does
     not exceed the mean.
 
-    At most *percent* of the unused tokens of all packs are reserved. If this limit is exceeded,
-    every sample's reserve is reduced by the same number of tokens, so that only the heaviest
-    samples keep a reserve.
+    At most *percent* % of the unused tokens of all packs are reserved. If this limit is exceeded,
+    every sample's reserve is reduced by the same number of tokens, so that only the samples with
+    the largest reserves keep one.
     """
     light = float(np.sort(units / lengths)[lengths.size // _LIGHT])
     if not light:

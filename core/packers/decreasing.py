@@ -35,8 +35,8 @@ def constant_volume(tally: LengthCounts, *, capacity: int) -> PackingTrace:
 
     Among equally empty bins, the first is chosen.
 
-    Neighbouring bins with equal room are handled as one range. A new bin is the emptiest bin until
-    it is full, so it is filled in one step.
+    Neighbouring bins with equal room are handled as one range. A new bin stays the emptiest until
+    no other sample of the same length fits into it, so it is filled in one step.
     """
     trace = PackingTrace()
     num_bins = 0
@@ -172,7 +172,7 @@ def _add_two_small(
 def _add_any(ranges: list[_BinRange], sizes: list[int], trace: PackingTrace, left: list[int]) -> None:
     """Phase 4: repeatedly add to each bin, first bin first, the largest sample that fits."""
     negated = [-size for size in sizes]
-    # Links from a size without remaining samples to the next size that has some.
+    # A size without remaining samples links to the next size; links lead to a size that has some.
     following = [index if count else index + 1 for index, count in enumerate(left)] + [len(left)]
 
     def next_left(index: int) -> int:

@@ -3,16 +3,17 @@ Redraw: other packs of the same samples, of equal quality, drawn from a seed.
 
 All samples are concatenated in a random order, which is cut after every *capacity* tokens. The
 whole samples between two cuts form a group, which is packed as one item. A sample across a cut is a
-separate item, called loose, and fills up the pack of a group. Nearly all samples therefore share a
-pack with random other samples.
+separate item, called loose, and can fill up the pack of a group. The samples of the first 2.5 % of
+the tokens are loose too. Nearly all samples therefore share a pack with random other samples.
 
 A draw may need at most 0.5 % more packs than the algorithm without a draw. If a draw needs more
-packs, groups at the front of the order are split into loose samples, and all items are packed
+packs, more groups at the front of the order are split into loose samples, and all items are packed
 again. If the draw still needs too many packs with all samples loose, the algorithm's packs are
 used, in which samples of equal length swap places.
 
-`balanced` needs no groups, because its search starts from a random order. The groups of `certified`
-are packed by best fit. If best fit needs too many packs, samples of equal length swap places in the
+`balanced` needs no groups, because its search starts from a random order. `first_fit_shuffle` needs
+none either: all its samples are loose. For `certified`, the items are packed by best fit. If best
+fit needs too many packs even with all samples loose, samples of equal length swap places in the
 packs of `certified`.
 """
 
@@ -120,7 +121,7 @@ def redraw(
 def _item_starts(shuffled: IntArray, ends: IntArray, *, capacity: int, loose_tokens: int) -> IntArray:
     """
     Return the position in *shuffled* of each item's first sample. *ends* has the cumulative tokens
-    up to each sample. Samples within the first *loose_tokens* tokens are separate items.
+    up to the end of each sample. Samples within the first *loose_tokens* tokens are separate items.
     """
     group = (ends - 1) // capacity
     alone = (ends - shuffled) // capacity != group

@@ -3,9 +3,9 @@ Exchanges of samples between packs, so that packs fit the capacity or have equal
 
 A part of a pack is a single sample, or up to four of its samples drawn at random. All parts of all
 packs are sorted by tokens. In each round, every part is compared with the part a random number of
-places further on. The two parts have about the same number of tokens, so that packs stay within the
-capacity when the parts are swapped. The most useful exchanges of a round are made together, at most
-one for each pack.
+places further on. The two parts have about the same number of tokens, so that packs usually stay
+within the capacity when the parts are swapped. The most useful exchanges of a round are made
+together, at most one for each pack.
 
 Random numbers come from one stream, all arithmetic uses integers, and the search is limited by
 rounds instead of time. The packs are therefore the same on every machine.
@@ -25,12 +25,15 @@ packs fit.
 """
 
 _CYCLES = (20, 60)
-"""Minimum and maximum number of draws of parts. Packs of many samples need few draws."""
+"""
+Smallest and largest limit of the number of draws of parts. To level work, the limit follows from
+`_DRAWS`, because packs of many samples need few draws. To make packs fit, the largest is used.
+"""
 
 _DRAWS = 150
 """
-Number of draws for packs of one sample. For packs of n samples, this number is divided by n and
-limited to `_CYCLES`.
+Dividend of the limit of draws: packs of n samples on average get at most this number divided by n,
+clipped to the range of `_CYCLES`.
 """
 
 _ROUNDS_OF_A_CYCLE = (4, 16)
@@ -50,20 +53,21 @@ _PLACES = 11
 _TOLERANCE, _GAIN = 1000, 4000
 """
 Divisors of the mean work: a pack is level within one thousandth of it, and an exchange has to gain
-at least one 4,000th of it.
+more than one 4,000th of it.
 """
 
 _IDLE_ROUNDS, _IDLE_ROUNDS_OF_A_CYCLE, _IDLE_CYCLES, _SLOW = 30, 6, 12, 1000
 """
-Limits that end a search: consecutive rounds of single samples without an exchange, consecutive
-rounds with the same parts without an exchange, and consecutive draws without a gain. A draw without
-a gain reduces the excess by less than a thousandth.
+Three limits, each of which ends a part of the search, and a divisor. The limits are: consecutive
+rounds of single samples without an exchange, consecutive rounds with the same parts without an
+exchange, and consecutive draws without a gain. The divisor: a draw has a gain if it reduces the
+excess by more than a thousandth.
 """
 
 _FEW, _MANY = 500, 8
 """
-Divisors of the number of packs: the search ends when at most one pack in 500 is not level. Parts
-are drawn again when one pack in 8 has changed.
+Divisors of the number of packs: levelling ends when at most one pack in 500 is not level. Parts are
+drawn again when more than one pack in 8 has changed.
 """
 
 
@@ -79,14 +83,14 @@ class _Parts:
     works: IntArray
 
     first: IntArray
-    """Start of each part in the list of samples that is sorted by pack."""
+    """Start of each part in a list of samples, in which the samples of a part are neighbours."""
 
     stop: IntArray
 
 
 @attrs.define(eq=False)
 class ExchangeSearch:
-    """Packs, and a search that changes them in place by swapping samples between two packs."""
+    """Packs, and a search that changes them in place by swapping samples between pairs of packs."""
 
     tokens: IntArray
     """Tokens of each sample; shape (num_samples,)."""
@@ -121,21 +125,24 @@ class ExchangeSearch:
         Exchange samples until no pack exceeds the capacity; return whether that succeeded.
 
         Args:
-            nearly: Whether to stop when only a few packs exceed the capacity.
+            nearly: Whether to stop when at most one pack in 500 exceeds the capacity.
         """
         self._exchange(level=False, few=self.num // _FEW if nearly else 0)
         return bool(self.loads.max() <= self.capacity)
 
     def level(self) -> None:
         """
-        Exchange samples until the packs have equal work, or until no exchange helps.
+        Exchange samples until nearly all packs are level, or until exchanges hardly help any more.
 
         All packs have to be within the capacity before the call.
         """
         self._exchange(level=True, few=self.num // _FEW)
 
     def _exchange(self, *, level: bool, few: int) -> None:
-        """Exchange single samples, then parts, until at most *few* packs must change."""
+        """
+        Exchange single samples, then parts, until at most *few* packs must change or a limit is
+        reached.
+        """
         singles = _stable_argsort(self.tokens)
         idle = 0
         for _ in range(_SAMPLE_ROUNDS[level]):
@@ -173,8 +180,8 @@ class ExchangeSearch:
 
     def _must_change(self, *, level: bool) -> NDArray[np.bool_]:
         """
-        Return a mask of packs that exceed the capacity or, if *level*, whose work is not near the
-        mean; shape (num,).
+        Return a mask of packs: if *level*, of those whose work is not near the mean, else of those
+        that exceed the capacity; shape (num,).
         """
         if level:
             return np.abs(self.sums - self._mean) > self._mean // _TOLERANCE
@@ -240,8 +247,8 @@ class ExchangeSearch:
 
     def _draw_candidates(self, parts: _Parts, touched: NDArray[np.bool_], *, level: bool) -> tuple[IntArray, IntArray]:
         """
-        Return pairs of parts. Neither pack has changed since the parts were drawn, and at least one
-        of the two packs must change.
+        Draw pairs of parts. Neither pack of a pair has changed since the parts were drawn, and at
+        least one of the two packs must change.
         """
         scale, places = self._stream.random_raw(2).tolist()
         away = 1 + places % min(2 ** (scale % (_PLACES + 1)), max(1, parts.tokens.size - 1))
@@ -261,7 +268,7 @@ class ExchangeSearch:
         shape = self.num, _PARTS
         sizes = (self._draw_keys(self.num * _PARTS) % (_SAMPLES_OF_A_PART + 1)).astype(np.int64).reshape(shape)
         sizes = np.minimum(sizes, counts[:, None])
-        # A random start among the possible ones, by a random share of 2**16.
+        # Scaling a number below 2**16 to the number of possible starts draws one of them.
         free = counts[:, None] - sizes + 1
         first = starts[:, None] + (self._draw_keys(self.num * _PARTS).astype(np.int64).reshape(shape) * free >> 16)
         first = np.concatenate([np.arange(num), first.ravel()])

@@ -4,10 +4,10 @@ has).
 
 `guided` fills bins in the proportions that a linear program computes, and `search` improves such a
 filling. `relaxation` computes a lower bound on the number of packs by a linear program over all
-lengths.
+lengths. `certificate` combines quick lower bounds, a search and the relaxation.
 
-Searches are limited by a number of steps (of about a third of a microsecond) and never by time, so
-their results are the same on every machine.
+Searches are limited by a number of steps (each of a fraction of a microsecond) and never by time,
+so their results are the same on every machine.
 """
 
 from collections.abc import Iterator

@@ -23,13 +23,13 @@ Maximum number of parts into which a dual-feasible function divides the capacity
 
 MAX_UNITS = 256
 """
-Number of rounding units that are tried first. The units next to the best of them are tried
-afterwards.
+If there are more rounding units than this, at least this many and fewer than twice as many are
+tried first, evenly spaced. The units next to the best of them are tried afterwards.
 """
 
 
 _EFFORTS = 3
-"""How many times the effort of `auto` a search may spend before the linear relaxation."""
+"""Maximum effort of the search before the linear relaxation, in efforts of `auto`."""
 
 _STEPS_OF_A_GAP = 250_000_000
 """
@@ -53,7 +53,7 @@ def find_quick_bound(tally: LengthCounts, *, capacity: int, known: int | None = 
         tally: Lengths from 1 to *capacity*.
         capacity: Maximum number of tokens in a pack.
         known: Number of packs of a known packing. If the bound is within 0.1 % of *known*,
-            functions that round to multiples of a length are skipped.
+            functions that round to multiples of a unit are skipped.
 
     >>> find_quick_bound(LengthCounts([8, 7, 5], [1, 1, 1]), capacity=11)  # by L2 alone
     3
@@ -103,8 +103,8 @@ def _rounding_bound(sizes: IntArray, counts: IntArray, capacity: int) -> int:
     """
     Return the highest bound of dual-feasible functions that round to multiples of a unit (Carlier,
     Clautiaux and Moukrim, 2007). Units are the lengths up to half the capacity, and the room that
-    longer samples leave. The bound is tight if lengths are slightly above multiples of one number,
-    as they are for images that are cut into tiles.
+    longer samples leave. The bound is usually tight if lengths are slightly above multiples of one
+    number, as they are for images that are cut into tiles.
     """
     is_large, is_half = sizes * 2 > capacity, sizes * 2 == capacity
     units = np.unique(np.concatenate([sizes[~is_large], (capacity - sizes)[is_large]]))
@@ -148,8 +148,8 @@ class Certificate:
 
 def effort_of_gap(packs: int, bound: int) -> Effort:
     """
-    Return the maximum effort of linear programs, in proportion to the share of *packs* that they
-    may save.
+    Return the maximum effort of linear programs, in proportion to the gap between *packs* and
+    *bound*. A gap below 0.1 % counts as 0.1 %.
     """
     return Effort(_STEPS_OF_A_GAP * max(1, CLOSE * (packs - bound) / bound))
 
@@ -161,12 +161,12 @@ def certify(
     Return a lower bound on the number of packs, and the packing of the search if there was one.
 
     Args:
-        tally: Lengths from 1 to *capacity*, counts >= 1, at least one length; see
-            `to_lowest_terms`.
+        tally: Lengths from 1 to *capacity*, counts >= 1, at least one length. Lengths in lowest
+            terms (`to_lowest_terms`) are fastest.
         capacity: Maximum number of tokens in a pack.
         known: Number of packs of a known packing.
-        effort: Limit of the search after the quick bounds. Linear programs are also limited by
-            `effort_of_gap`.
+        effort: Limit of all steps after the quick bounds. The search also has the limit `_EFFORTS`,
+            and the linear programs have the limit of `effort_of_gap`.
         report: Called with a progress message.
     """
     bound = find_quick_bound(tally, capacity=capacity, known=known)
@@ -191,7 +191,7 @@ def to_lowest_terms(tally: LengthCounts, *, capacity: int) -> tuple[LengthCounts
     """
     Divide lengths and capacity by the greatest common divisor of the lengths.
 
-    The possible packings stay the same.
+    The capacity is rounded down. The possible packings stay the same.
     """
     unit = gcd(*tally.sizes) or 1
     return LengthCounts([size // unit for size in tally.sizes], tally.counts), capacity // unit

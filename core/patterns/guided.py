@@ -4,13 +4,15 @@ Guided filling: packing bins in the proportions that a small linear program comp
 If packs contain two to six samples, filling bins one by one uses up the lengths that would make the
 last bins full. The linear program over patterns (Gilmore and Gomory, "A linear programming approach
 to the cutting-stock problem", 1961) computes how often each pattern is needed. Neighbouring lengths
-form a group that counts as its longest length, so that the program stays small. Most bins of the
-program are then filled with real samples. The last sample of a bin may be longer than planned. The
-program is solved again for the remaining samples, in finer groups, until no sample is left.
+form a group that counts as its longest length, so that the program stays small. At least half of
+the program's bins are then filled with real samples. The last sample of a bin may be longer than
+planned. The program is solved again for the remaining samples, in finer groups, until no sample is
+left. If the limit of steps is reached before that, first fit packs the rest.
 
-The program is solved by the revised simplex method with an explicit inverse. Floats are only added,
-multiplied and divided element by element, and never summed by a library. IEEE 754 defines each
-result exactly, so the packs are the same on every machine. Prices of patterns are integers.
+The program is solved by the revised simplex method with an explicit inverse. Arrays of floats are
+only added, subtracted, multiplied and divided element by element, and summed by `fsum`, which
+rounds only once. IEEE 754 defines each result exactly, so the packs are the same on every machine.
+The knapsack problem, which finds new patterns, has integer prices.
 """
 
 from bisect import bisect_left, bisect_right
@@ -35,18 +37,19 @@ programs.
 
 _CLOSE = 0.005
 """
-Relative gap at which a program counts as solved: its number of bins is this close to its bound.
+Relative gap at which a program counts as solved: its number of bins is at most this share above its
+bound.
 """
 
 _LEAST_GAIN = 0.003
-"""Minimum number of bins that one use of a pattern has to save before it enters a program."""
+"""Number of bins: a pattern enters a program only if each use of it saves more than this."""
 
 _SCALE, _SMOOTHING, _TINY = 1 << 40, 0.8, 1e-9
 
 _STEPS_OF_A_PROGRAM, _STEPS_OF_A_BIN, _STEPS_OF_A_COLUMN, _STEPS_OF_A_PIVOT = 20_000, 50, 10, 150
 """
-Number of steps that each of four operations counts as: grouping sizes, filling bins of one kind,
-pricing a column of a program, and entering a column.
+Minimum number of steps that each of four operations counts as: setting up a program, filling bins
+of one kind, pricing a column of a program, and entering a column.
 """
 
 
@@ -58,8 +61,8 @@ def fill_guided(tally: LengthCounts, *, capacity: int, num_groups: int, effort: 
         tally: Lengths from 1 to *capacity*; counts may be 0.
         capacity: Maximum number of tokens in a bin.
         num_groups: Maximum number of length groups in a program.
-        effort: Finite limit of steps for the programs. First fit packs the samples that are left at
-            the limit.
+        effort: Finite limit of steps for the programs and for filling their bins. First fit packs
+            the samples that are left at the limit.
     """
     bins = _BinFiller(tally, capacity)
     share = _FIRST_SHARE
@@ -147,8 +150,8 @@ class _BinFiller:
 def _group_sizes(sizes: list[int], counts: list[int], num_groups: int) -> tuple[list[int], IntArray]:
     """
     Return the longest length and the number of samples of each group of neighbouring sizes. There
-    are as many groups as *num_groups* allows, so that counting each sample as the longest of its
-    group adds few tokens.
+    are at most *num_groups* groups, chosen so that counting each sample as the longest of its group
+    adds few tokens to any group.
     """
     samples: list[int] = [0, *accumulate(counts)]
     tokens: list[int] = [0, *accumulate(size * count for size, count in zip(sizes, counts, strict=True))]
@@ -176,8 +179,8 @@ def _group_sizes(sizes: list[int], counts: list[int], num_groups: int) -> tuple[
 
 def _solve_program(longest: list[int], counts: IntArray, capacity: int, effort: Effort) -> list[tuple[Pattern, float]]:
     """
-    Return patterns of groups, each with a number of bins. The bins have a place for every sample.
-    At most half of the remaining steps are spent on reducing the number of bins.
+    Return patterns of groups, each with a fractional number of bins. The bins have a place for
+    every sample. At most half of the remaining steps are spent on reducing the number of bins.
     """
     effort.spend(_STEPS_OF_A_PROGRAM)
     program = _Program(np.array(longest), counts, capacity)

@@ -6,7 +6,7 @@ approach to the cutting-stock problem", 1961, 1963). HiGHS solves the master pro
 A knapsack problem over the dual values finds new patterns. Two known methods speed up convergence.
 A sample may use the place of a longer one (the dual cuts of Valério de Carvalho, 2005). Knapsacks
 are solved for values between the best dual values so far and the current dual values (the smoothing
-of Wentges, 1997). Dual values start at each length's share of the capacity.
+of Wentges, 1997). At first, each length's share of the capacity counts as its best dual value.
 
 The bound is exact in spite of floating point. Dual values are rounded to integers, for which the
 knapsack is solved exactly. Farley's bound (1990) is then a quotient of integers.
@@ -32,7 +32,10 @@ MAX_NEW_PATTERNS = 1_000
 
 MAX_CAPACITY = 1 << 17
 MAX_SIZES = 20_000
-"""Limits above which one knapsack would take longer than a few seconds."""
+"""
+Maximum capacity in tokens, and maximum number of distinct lengths. Above these limits, one knapsack
+would take longer than a few seconds.
+"""
 
 _SCALE = 1 << 40
 _SMOOTHING = 0.8
@@ -51,15 +54,16 @@ def tighten_bound(
     report: Callable[[str], None] = lambda _: None,
 ) -> tuple[int, list[Pattern]]:
     """
-    Improve a lower bound on the number of packs; return the new bound and all patterns of the last
-    program.
+    Improve a lower bound on the number of packs; return the new bound, and all patterns that
+    were collected.
 
     Args:
         tally: Lengths from 1 to *capacity*, counts >= 1.
         capacity: Maximum number of tokens in a pack.
-        filling: Known packing, whose patterns are the first patterns of the program.
+        filling: Known packing, whose patterns are among the first patterns of the program.
         bound: Known lower bound.
-        enough: Number of packs of a known packing. The search ends when the bound equals it.
+        enough: Number of packs of a known packing. The search ends, at the latest, when the bound
+            equals it.
         effort: Limit of the search. At the limit, the best bound so far is returned.
         report: Called with a progress message.
     """
@@ -96,7 +100,7 @@ def tighten_bound(
 def estimate_master_steps(patterns: Collection[Pattern]) -> int:
     """
     Estimate the number of steps to solve a master program: a fixed number, plus a quarter of the
-    number of sizes times the number of entries.
+    product of two numbers: the distinct lengths in *patterns*, and the entries of all patterns.
     """
     num_sizes = len({index for pattern in patterns for index in pattern})
     return 15_000 + num_sizes * sum(map(len, patterns)) // 4
@@ -104,8 +108,8 @@ def estimate_master_steps(patterns: Collection[Pattern]) -> int:
 
 def _estimate_knapsack_steps(num_sizes: int, capacity: int) -> int:
     """
-    Estimate the number of steps to solve a knapsack: one pass over all sizes for each number of
-    tokens.
+    Estimate the number of steps to solve a knapsack, whose table has an entry for each number of
+    tokens: a few passes over the table for each size.
     """
     return capacity * (12 + num_sizes // 150)
 
@@ -180,12 +184,12 @@ class SolvedKnapsack:
         return int(self.worth[-1])
 
     def worth_with_each_size(self) -> IntArray:
-        """Return the highest price of a pattern that contains each size; shape (num_sizes,)."""
+        """Return each size's highest price of a pattern that contains it; shape (num_sizes,)."""
         worth: IntArray = self.prices + self.worth[self.worth.size - 1 - self.sizes]
         return worth
 
     def patterns_with(self, indices: list[int]) -> Iterator[Pattern]:
-        """Yield the pattern with the highest price that contains each size in *indices*."""
+        """For each size in *indices*, yield the pattern with the highest price that contains it."""
         used = np.maximum.accumulate(np.where(self.first >= 0, np.arange(self.first.size), 0)).tolist()
         first, sizes = self.first.tolist(), self.sizes.tolist()
         for index in indices:
@@ -225,8 +229,8 @@ def solve_knapsack(sizes: IntArray, prices: IntArray, capacity: int) -> SolvedKn
 
 def _add_patterns(pool: dict[PatternKey, Pattern], knapsack: SolvedKnapsack, duals: FloatArray) -> int:
     """
-    Add the best pattern with each size to *pool* if it would improve the master program; return the
-    number of new patterns.
+    For each size, add the best pattern that contains it to *pool* if the pattern would improve the
+    master program. Stop after `MAX_NEW_PATTERNS`; return the number of new patterns.
     """
     before = len(pool)
     dual = duals.tolist()

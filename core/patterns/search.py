@@ -3,8 +3,8 @@ Search for a packing with few bins: guided filling, then exchanges that gather u
 bins.
 
 Unused room of a bin is useful only if a sample fits into it. Therefore a sample of a nearly full
-bin is swapped for a slightly longer sample of another bin: the first bin becomes full, and the
-second bin gets its unused room. Each exchange raises the sum of the squares of all unused room, so
+bin is swapped for a slightly longer sample of another bin: the first bin becomes fuller, and the
+second bin gets its unused room. Each exchange raises the sum of the squares of the bins' room, so
 the exchanges end. All bins of one pattern are exchanged together, so the time grows with the number
 of distinct lengths.
 
@@ -39,14 +39,14 @@ used in reverse order if the packs do not repeat.
 _PACKS_OF_A_SEARCH, _LEAST_REPEATS, _FEW_SAMPLES = 4000, 3, 4
 """
 Three limits: the minimum number of packs in a search whose packs repeat; the minimum number of
-repeats, since two repeats lose more packs than the search saves; and the maximum number of samples
-in a pack for which fine groups find fewer packs.
+repeats, since two repeats lose more packs than the search saves; and the maximum mean number of
+samples in a pack for which fine groups find fewer packs.
 """
 
 CLOSE, _ENOUGH = 1000, 4000
 """
-Divisors of the lower bound: no search starts if the gap is at most one pack in 1,000, and a search
-ends if the gap is at most one pack in 4,000.
+Divisors of the lower bound: `auto` starts no search if the gap is at most one pack in 1,000, and
+ends a search if the gap is at most one pack in 4,000.
 """
 
 MAX_REFILLS = 12
@@ -76,7 +76,8 @@ step.
 
 def default_effort(tally: LengthCounts) -> Effort:
     """
-    Return the default limit of steps: less than a second, or a few seconds for a million samples.
+    Return the default limit of steps, which take about half a second, or a second for a million
+    samples.
     """
     return Effort(max(2_500_000, 4 * sum(tally.counts)))
 
@@ -105,9 +106,9 @@ def find_repeated_filling(tally: LengthCounts, *, capacity: int, bound: int, eff
     """
     Search for a packing of few bins whose patterns repeat, so that the search stays small.
 
-    Only the longest of every *ratio* neighbouring samples is packed, and stands for all of them. A
-    search therefore takes as long for ten million samples as for thousands, and needs less than one
-    extra bin for each repetition.
+    Of every n samples of neighbouring lengths, only the longest is packed, and its pack is repeated
+    n times; n grows with *bound*, and is 1 for few bins. A search therefore takes as long for ten
+    million samples as for thousands, and needs less than one extra bin for each repetition.
 
     Args:
         tally: Lengths from 1 to *capacity*, counts >= 1.
@@ -134,7 +135,7 @@ def find_repeated_filling(tally: LengthCounts, *, capacity: int, bound: int, eff
 
 
 def _take_longest(tally: LengthCounts, ratio: int) -> LengthCounts:
-    """Count the longest of every *ratio* neighbouring samples by length, longest first."""
+    """Divide the samples, longest first, into runs of *ratio*; count the longest of each run."""
     ends = -(-np.cumsum(tally.counts) // ratio)
     counts = np.diff(ends, prepend=0)
     return LengthCounts(np.array(tally.sizes)[counts > 0].tolist(), counts[counts > 0].tolist())
@@ -163,8 +164,8 @@ class _Search:
 
     def improve(self, filling: Filling, enough: int) -> Filling:
         """
-        Gather unused room, then pack bins that have room again, until at most *enough* bins are
-        left.
+        Gather unused room, then repack the bins that have room, until at most *enough* bins are
+        left or `MAX_REFILLS` ends the search.
         """
         full, partial = gather_room(filling, self.tally, capacity=self.capacity, effort=self.effort)
         idle = 0
@@ -187,7 +188,7 @@ class _Search:
 
 
 def _split_at_random(filling: Filling, num: int, seed: int) -> tuple[Filling, Filling]:
-    """Split a packing into bins that stay and about *num* bins drawn at random."""
+    """Split a packing into bins that stay, and at most *num* + 20 bins drawn at random."""
     if not filling:
         return [], []
     ends = np.cumsum([num_bins for _, num_bins in filling])
@@ -242,7 +243,7 @@ class _RoomyBins:
         self._sizes = [*tally.sizes, 0]  # the last entry stands for no sample
         self._index = {size: index for index, size in enumerate(self._sizes)}
         self._holders: list[list[tuple[int, PatternKey]]] = [[] for _ in self._sizes]  # by room, ascending
-        self._most = np.zeros(capacity + 1, dtype=np.int64)  # room beside a sample of each length, at most
+        self._most = np.zeros(capacity + 1, dtype=np.int64)  # length -> largest room beside it
         self._tokens = np.arange(1, capacity + 1)
 
     def add_bins(self, key: PatternKey, num: int, room: int, *, waits: bool = True) -> None:

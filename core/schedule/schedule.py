@@ -3,8 +3,9 @@ Epoch schedules: the order of packs in each epoch, also after a resume on anothe
 
 A pack is identified by its index in the raw plan or, if each epoch has its own plan, in the epoch's
 plan. Rank r of W trains the positions r, r + W, r + 2W, … of an order, so the packs that all ranks
-have consumed are a prefix of the order. Packs are shuffled by the seed and the epoch alone. Orders
-never change for one `ORDER_VERSION`, because resumed runs rely on them.
+have consumed are a prefix of the order. The shuffle depends only on the seed, the epoch and the
+number of packs that it shuffles. Orders never change for one `ORDER_VERSION`, because resumed runs
+rely on them.
 
 If the work of packs is known, the packs of each optimizer step are assigned to the ranks by work.
 Each step still has the same packs.
@@ -13,9 +14,9 @@ If packs have degrees, several ranks share a long pack. An order then consists o
 has one slot for each rank that shares it, at the positions of these ranks. Consumed packs are
 counted in slots.
 
-`EpochSchedule.order` returns all packs of an epoch, `batches` the packs of one rank, and `steps`
-groups these batches. The other methods count steps and packs, or handle runs that were resumed
-within an epoch.
+`EpochSchedule.order` returns the remaining packs of an epoch, `batches` returns those of one rank,
+and `steps` groups these batches. The other methods count steps and packs, or handle runs that were
+resumed within an epoch.
 """
 
 from __future__ import annotations
@@ -65,7 +66,7 @@ DAMAGED_STATE_REMEDY = "name another checkpoint"
 
 @attrs.frozen
 class EpochSegment:
-    """Part of an epoch that was trained with one number of ranks."""
+    """Part of an epoch that was trained without a change of the ranks or of how they are filled."""
 
     world_size: int
     dataloader_drop_last: bool
@@ -87,7 +88,7 @@ class EpochSegment:
 
 @attrs.frozen
 class Progress:
-    """Position of training between two optimizer steps."""
+    """Position of training: between two optimizer steps, or between two batches of a step."""
 
     step: int = 0
     """Number of optimizer steps done so far."""
@@ -99,7 +100,7 @@ class Progress:
     """Number of optimizer steps done so far in the epoch of the next step."""
 
     segments: tuple[EpochSegment, ...] = ()
-    """Segments so far of the epoch of the next step. The last segment is in progress."""
+    """Segments so far of the next step's epoch, the last one in progress; empty at its start."""
 
     def __attrs_post_init__(self) -> None:
         consumed = sum(segment.pack_offset // segment.world_size for segment in self.segments)
@@ -155,8 +156,8 @@ class EpochSchedule:
 
     dataloader_drop_last: bool
     """
-    Whether leftover packs or padded batches that do not fill all ranks are dropped. If false, packs
-    are repeated instead.
+    Whether to drop leftover packs that do not fill all ranks, and an incomplete last batch. If
+    false, packs are repeated to fill all ranks, and the last batch may be smaller.
     """
 
     gradient_accumulation_steps: int
@@ -174,10 +175,10 @@ class EpochSchedule:
     """
 
     max_steps: int = -1
-    """Total number of optimizer steps. A positive number overrides the number of epochs."""
+    """Total number of optimizer steps; 0 or -1 if the number of epochs decides."""
 
     seed: int = 0
-    """Seed of the order, from 0."""
+    """Seed of the order, from 0 to 2**64 - 1."""
 
     shuffle: bool = True
     """Whether the packs of each epoch are shuffled. If false, packs keep the order of the plan."""
@@ -205,8 +206,8 @@ class EpochSchedule:
 
     degrees: IntArray | None = attrs.field(default=None, eq=attrs.cmp_using(eq=np.array_equal), hash=False, repr=False)
     """
-    Number of ranks that share each pack (`pack_degrees`). None if no pack is shared. Needs a
-    `batch_size` of 1, and one plan for all epochs.
+    Number of ranks that are to share each pack, a power of two; `pack_degrees` limits it to
+    `most_ranks`. None if no pack is shared. Needs a `batch_size` of 1, and one plan for all epochs.
     """
 
     max_degree: int | None = None
@@ -217,8 +218,8 @@ class EpochSchedule:
 
     tokens: IntArray | None = attrs.field(default=None, eq=attrs.cmp_using(eq=np.array_equal), hash=False, repr=False)
     """
-    Tokens of each pack, used to place shared packs of similar length next to each other. None skips
-    this sorting.
+    Tokens of each pack, used to place shared packs of similar length next to each other. None
+    leaves shared packs of the same degree in the order of the epoch.
     """
 
     _assigned: dict[int, IntArray] = attrs.field(factory=dict, init=False, eq=False, repr=False)
@@ -441,15 +442,16 @@ class EpochSchedule:
     @property
     def batches_per_epoch(self) -> int:
         """
-        Number of batches of each rank in the whole epoch of `start`, with this world size; at least
-        1.
+        Number of batches of each rank in the whole epoch of `start`, with this world size; 0 only
+        after the last planned epoch.
         """
         return self.num_epoch_batches(self.start.epoch)
 
     @property
     def steps_per_epoch(self) -> int:
         """
-        Number of optimizer steps in the whole epoch of `start`, with this world size; at least 1.
+        Number of optimizer steps in the whole epoch of `start`, with this world size; 0 only after
+        the last planned epoch.
         """
         return self.num_epoch_steps(self.start.epoch)
 
@@ -628,7 +630,10 @@ class EpochSchedule:
         return order[segment.pack_offset :]
 
     def consumed_packs(self, epoch: int) -> IntArray:
-        """Return the packs of *epoch* that were trained before `start`; empty for later epochs."""
+        """
+        Return the packs of *epoch* that were trained before `start`; empty unless the run was
+        resumed within *epoch*.
+        """
         return np.concatenate([order[: segment.pack_offset] for segment, order in self._segment_orders(epoch)])
 
     def _segment_orders(self, epoch: int) -> list[tuple[EpochSegment, IntArray]]:
@@ -719,9 +724,10 @@ class ResumeState:
 
     def differences(self, now: ResumeState) -> tuple[Difference, ...]:
         """
-        Return the fields that differ between this stored state and the current state *now*.
+        Return how the current state *now* differs from this stored state, apart from progress.
 
-        If the plans differ, the inputs of the plans that differ are returned too.
+        A degree counts as different only if it has become smaller. If the plans differ, the inputs
+        of the plans that differ are returned too.
         """
         names = ("plan", "data", "seed", "shuffle", "tuner", "order_version")
         pairs = [(name, getattr(self, name), getattr(now, name)) for name in names]

@@ -102,7 +102,7 @@ class PackStats:
 
 @attrs.frozen(eq=False)
 class EpochStats:
-    """Statistics of one epoch. Step 0 is the first step of the epoch that this run trains."""
+    """Statistics of one epoch. Step 0 is the first step that this run trains in the epoch."""
 
     pack_stats: PackStats
     world_size: int
@@ -110,7 +110,8 @@ class EpochStats:
 
     packs_per_step: int
     """
-    Number of packs in an optimizer step over all ranks. The last step of the epoch may have fewer.
+    Number of packs in an optimizer step over all ranks; a shared pack counts once for each of its
+    ranks. The last step of the epoch may have fewer.
     """
 
     order: IntArray
@@ -206,10 +207,10 @@ class EpochStats:
         """
         Return statistics of steps *start* to *stop* - 1, at least one step.
 
-        - `fill`: Mean fill of the packs; the pack of a long sample counts as full. Only with
-          packing.
+        - `fill`: Mean fill of the packs, relative to the room of the ranks that share a pack. A
+          pack with more tokens than room counts as full. Only with packing.
         - `samples_per_pack`: Mean number of samples in a pack; only with packing.
-        - `long_share`: Share of the samples that are long.
+        - `long_share`: Share of long samples among the samples of these steps.
         - `work`: Mean total work of a step over all ranks.
         - `work_imbalance`: Work of the busiest rank divided by the mean work of all ranks, averaged
           over steps; only with several ranks.

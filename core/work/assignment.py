@@ -7,8 +7,8 @@ each other once per step if gradients are summed at the end of a step. Ranks wai
 each microbatch if weights or gradients are sharded. The busiest rank therefore decides the time of
 a step or of a microbatch.
 
-All arithmetic uses integers, and packs of equal work keep their order. Every rank therefore
-computes the same assignment, on any processor.
+Works are scaled to integers first, all further arithmetic uses integers, and packs of equal work
+keep their order. Every rank therefore computes the same assignment, on any processor.
 """
 
 from collections.abc import Iterator
@@ -41,7 +41,7 @@ rounds.
 _SINGLE_ROUNDS = 8
 """
 Number of first rounds, which exchange single packs because the table of these exchanges is small.
-Later rounds also exchange two packs for two.
+After them, every second round exchanges two packs for two (see `_PAIRS_UP_TO`).
 """
 
 _STALE = 8
@@ -54,14 +54,14 @@ exchanges of single packs suffice.
 """
 
 _BLOCK = 1 << 21
-"""Maximum number of entries of an exchange table in memory at the same time."""
+"""Maximum number of entries of an exchange table in memory, unless one row has more."""
 
 
 def to_units(works: NDArray[Any]) -> IntArray:
     """
     Scale *works* to integers, so that the largest is `UNITS`; int64, same shape.
 
-    The result does not change if all works are multiplied by the same factor.
+    Multiplying all works by the same positive factor changes the result by rounding at most.
     """
     heaviest = works.max(initial=0)
     if not heaviest:
@@ -74,7 +74,7 @@ def level_steps(
     works: IntArray, degrees: IntArray | None = None, *, world_size: int, accumulation: int, sync_at: SyncPoint
 ) -> IntArray:
     """
-    Return an order of the packs that gives all ranks about equal work in each step.
+    Return an order of the packs that gives all ranks about equal work in each step or microbatch.
 
     Rank r of W trains the positions r, r + W, r + 2W, … of an order. A step has accumulation x W
     neighbouring positions; the last step may have fewer. Each step keeps its packs. The slots of a

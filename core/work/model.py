@@ -7,16 +7,16 @@ pass over all weights takes twice as many FLOPs. Norms, activations and rotation
 are linear in the positions, and far below one percent in a model of usual width. Work has four
 parts:
 
-- Every position is multiplied with all weights, including the output head, and with the experts to
-  which it is routed.
+- Every position is multiplied with the weights of all layers and of the output head. Of the
+  experts, only those to which the position is routed count.
 - Causal attention over a sample of n tokens counts n (n + 1) / 2 pairs. An implementation that
-  computes the whole square, such as eager attention, has n * n pairs. A layer limited to a window
-  or a chunk has fewer pairs than a layer with full attention.
+  computes the whole square, such as eager attention, takes n * n pairs, but counts the same. A
+  layer limited to a window or a chunk has fewer pairs than a layer with full attention.
 - Layers with the delta rule (linear attention) compute whole chunks of tokens.
 - The vision tower computes the patches of each image, with attention within the image or within
   windows of the image.
 
-Samples attend only to themselves, so the work of a pack is the sum over its samples.
+Tokens attend only within their sample, so the work of a pack is the sum over its samples.
 """
 
 from __future__ import annotations

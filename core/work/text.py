@@ -1,10 +1,11 @@
 """
 Work of a model's text layers, computed from its config.json.
 
-The work is computed from the keys, not from the model's family. Keys describe grouped or latent
-heads, experts and shared experts, layers with a window or a chunk, and layers that carry a state.
-`_DEFAULTS` contains values that a config.json leaves out or has no key for. If a key looks like a
-size and this module does not read it, the model's work is unknown.
+The work is computed from the keys. Keys describe grouped or latent heads, experts and shared
+experts, layers with a window or a chunk, and layers that carry a state. The model type decides only
+whether the work is unknown (`_UNKNOWN_TYPES`), and which values are assumed that a config.json
+leaves out or has no key for (`_DEFAULTS`). If a key looks like a size and this module does not read
+it, the model's work is unknown.
 """
 
 from collections import Counter
@@ -148,7 +149,7 @@ def read_text_work(sizes: Sizes, *, model_type: str | None) -> dict[str, Any]:
 
 
 def _layer_kinds(keys: ConfigKeys, layers: int) -> list[LayerKind]:
-    """Return the kind of attention of each layer; ModelError for an unknown kind."""
+    """Return the kind of each layer; ModelError for an unknown kind."""
     named = keys.find("layer_types", "layers_block_type")
     window = keys.find("sliding_window")
     has_window = bool(window) and keys.find("use_sliding_window") is not False

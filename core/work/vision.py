@@ -10,7 +10,7 @@ from packplan.core.errors import ModelError
 from packplan.core.work.keys import ATTENTION_PRODUCTS, PRODUCT, ConfigKeys, Sizes
 
 FLOPs = NDArray[np.float64]
-"""Floating-point operations; float64, since sums over a data set exceed 64-bit integers."""
+"""Floating-point operations; float64, since sums over a data set may exceed 64-bit integers."""
 
 
 @attrs.frozen
@@ -67,9 +67,10 @@ def read_vision_work(config: Sizes) -> VisionWork:
     a tower is recognised by its keys:
 
     - `fullatt_block_indexes`: all layers except these attend within windows.
-    - `num_position_embeddings`: positions are learned, and each of `deepstack_visual_indexes` adds
-      a projector.
-    - `embed_dim`: the tower's width, which differs from the text model's width.
+    - `deepstack_visual_indexes`, or `num_position_embeddings` with `spatial_merge_size`: positions
+      are learned, and each of the indexes adds a projector.
+    - `embed_dim` with `spatial_merge_size`: `embed_dim` is the tower's width, and `hidden_size` is
+      the text model's width.
     - `out_hidden_size` and `image_size` with `attention_bias` false: GLM-4V, whose MLPs are as wide
       as the text model.
     - `use_absolute_position_embeddings` and the model's `downsample_ratio`: InternVL, whose tiles
