@@ -285,7 +285,7 @@ class ComputesPacks:
         groups = self.row_groups
         whole = groups is not None and groups.packing_length is not None and not dataloader.batch_sampler.shares
         try:
-            # ms-swift multiplies losses by the ranks, for a mean over all: a batch has its own.
+            # ms-swift would multiply losses by the number of ranks, for a mean over all ranks.
             with sharing_by(1 if whole else None), replace_attributes(self.args, average_tokens_across_devices=False):
                 output = super().evaluation_loop(dataloader, *args, **options)  # type: ignore[misc]
         finally:
@@ -523,7 +523,7 @@ class ServesPacks(KeepsCheckpoints, ComputesPacks, LogsPacks, FollowsSchedule):
         num_items, config = options.get("num_items_in_batch"), self.model.config.get_text_config()
         with ExitStack() as stack:
             if getattr(config, "output_router_logits", False) and num_items is not None:
-                # Models add the loss of routers in each batch on each rank, where a step has one.
+                # Each batch of each rank adds a loss of routers: weight it by the batch's share.
                 share = count_supervised(inputs["labels"]) / float(num_items)
                 for owner in [config, *(one for one in self.model.modules() if _ROUTER in vars(one))]:
                     weight = share * getattr(owner, _ROUTER, 0.0)

@@ -322,7 +322,7 @@ def _trial_masks(model: Any) -> Iterator[tuple[str, torch.Tensor]]:
 
 @attrs.frozen
 class UnpaddedStep:
-    """Loss and gradients of a trainer's batch, with and without padding."""
+    """Losses of a trainer's batch with and without padding, and the difference of gradients."""
 
     loss: float
     """Loss without padding."""

@@ -134,7 +134,8 @@ class RowsOfPacks(Dataset[PackOfRows]):
 
     def take_facts(self, facts: RowFacts) -> None:
         """
-        Compare served rows with *facts* from now on; StaleError if a length differs from the plan.
+        Store *facts*, with which rows are compared when they are served; StaleError if a length
+        differs from the plan.
         """
         other = np.flatnonzero((facts.lengths != self.lengths) & (facts.lengths != UNKNOWN))
         for index in other[:1].tolist():

@@ -287,7 +287,7 @@ def refuse_other_lengths(planned: Mapping[int, int], lengths: Sequence[int]) -> 
 
 @attrs.frozen(eq=False)
 class RowFacts:
-    """Digests, supervised tokens and lengths of the rows of a data set."""
+    """Digests, numbers of supervised tokens, and lengths of the rows of a data set."""
 
     rows: NDArray[np.void]
     """Facts of each row; of the type `_FACTS`, shape (num_rows,)."""
@@ -340,7 +340,7 @@ class RowFacts:
 
 
 def require_supervised_rows(supervised: IntArray) -> None:
-    """Log the number of samples without supervised tokens; ArgumentError if no sample has any."""
+    """Warn of samples without supervised tokens; ArgumentError if all samples are without."""
     unsupervised = int((supervised == 0).sum())
     if unsupervised == supervised.size > 0:
         fact = f"none of {counted(supervised.size, 'sample')} has a supervised token: all labels are {IGNORED_LABEL}"
@@ -511,7 +511,7 @@ def _media_tensors(row: Row) -> dict[str, torch.Tensor]:
 
 
 def _is_tensor_like(value: Any) -> bool:
-    """Return whether a value is a list of lists, or an array or tensor of one axis or more."""
+    """Return whether a value is an array or tensor of at least one axis, or a list of lists."""
     depth = 0
     while isinstance(value, list | tuple) and value:
         value, depth = value[0], depth + 1

@@ -129,7 +129,7 @@ class PackComparison:
             yield trainer._prepare_inputs(dict(collated))  # noqa: SLF001  # what training does, and no less
 
     def _run_step(self, prepared: dict[str, Any], normaliser: float) -> tuple[float, Gradients]:
-        """Run the trainer's own step on a prepared pack; return its loss and gradients."""
+        """Return the trainer's loss of a prepared pack, and the gradients of the weights."""
         trainer = self.trainer
         items = torch.tensor(normaliser or 1.0, device=trainer.accelerator.device)
         with trainer.accelerator.autocast():

@@ -165,10 +165,11 @@ def loss_weights(
     Return the weight of each label in the loss, which is 0 for ignored labels. The loss of a step
     is the weighted mean of its tokens' losses.
 
-    The reduction `token` gives equal weight to every token, and `sample` to every sample. The
-    reduction `sqrt` (square averaging in InternVL 2.5, 2024) lies between the two. With `sqrt`, the
-    weight of a token is n ** -0.5 in a sample of n supervised tokens. With *scale*, n is the sum of
-    *scale* over the sample, and the weight of each token is multiplied by its value in *scale*.
+    The reduction `token` gives equal weight to every supervised token, and `sample` to every sample
+    with such a token. The reduction `sqrt` (square averaging in InternVL 2.5, 2024) lies between
+    the two. With `sqrt`, the weight of a token is n ** -0.5 in a sample of n supervised tokens.
+    With *scale*, n is the sum of *scale* over the sample's supervised tokens, and the weight of
+    each token is multiplied by its value in *scale*.
 
     Args:
         labels: Labels of shape (rows, length).

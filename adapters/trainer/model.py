@@ -40,7 +40,7 @@ def open_model(
     outline: bool = False,
 ) -> torch.nn.Module:
     """
-    Load a model without `use_cache`, set its attention, freeze weights and add adapters.
+    Load a model, turn its cache off, set its attention, freeze weights and add adapters.
 
     Args:
         model: Model to load.

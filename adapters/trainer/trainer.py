@@ -1,7 +1,7 @@
 """
 ms-swift's trainer on packs of a plan or of a stream.
 
-The trainer has these fixes, without which training would go wrong silently:
+The trainer has these fixes, without which training would go wrong, in most cases silently:
 
 - the fourth row of position ids, which keeps samples apart
 - a loss normaliser over all ranks
@@ -110,7 +110,7 @@ class CheckedTrainer(KeepsCheckpoints, StopsAtNonFinite, ComputesPacks, TimesSte
         attention: Attention of the training, whose name is stored in checkpoints.
         learner: Data-parallel rank, and number of data-parallel ranks. Ranks that share rows count
             as one.
-        has_supervised: Whether any step so far had a token with a weight in the loss.
+        has_supervised: Whether any step so far had a token whose weight in the loss is above 0.
     """
 
     def __init__(
