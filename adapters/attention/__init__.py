@@ -135,8 +135,9 @@ class PatchProjection(torch.nn.Conv3d):
 
 def project_patches(model: torch.nn.Module) -> None:
     """
-    Replace a model's convolutions whose stride is their kernel size by `PatchProjection`.
+    Make a model's 3D convolutions over adjacent patches compute as `PatchProjection`.
 
+    These convolutions have the kernel size as their stride, and no padding, groups or dilation.
     Products are summed in another order, so results may differ by rounding. Saved weights and their
     names stay the same.
     """

@@ -7,7 +7,7 @@ A layout is read from the model's own mask function, so that windows and overlay
 meaning. The model passes the layout to its layers as the attention mask, so backward passes and
 recomputed layers use the layout of their own row. No layout is global state. No tensor grows with
 the square of the row's length. Masks that are neither causal nor a window (overlays) grow with the
-square of each sample's length.
+square of each block's length.
 """
 
 from __future__ import annotations
@@ -54,7 +54,8 @@ class Layout:
 
     masks: tuple[torch.Tensor, ...] | None = None
     """
-    Mask of each block that is neither causal nor a window; bool of shape (1, 1, length, length).
+    Mask of each block; bool of shape (1, 1, length, length). None if all blocks are causal, causal
+    within `window`, or without a mask.
     """
 
     _longest: int | None = None
@@ -131,13 +132,15 @@ def read_layout(
     """
     Read the blocks of a row from a mask function.
 
-    A block begins at a token that does not attend to the preceding token. A block counts as causal,
-    or causal within the window, if two conditions hold. First, every token attends to the farthest
-    key that such a mask allows, and not to the key before that one. No token attends to the next
-    token, or to a later last token of the block. Second, at distances that are powers of two, the
-    mask values of the block's first and last token are those of such a mask. So the mask is
-    evaluated at five pairs for each token, and at some pairs for each block, instead of at all
-    pairs.
+    A block begins at a token that does not attend to the preceding token. The mask counts as
+    causal, or as causal within the window, if it equals such a mask at these pairs:
+
+    - each token, with the next token, the first and the last token of its block, the farthest key
+      that such a mask allows, and the key before that one;
+    - the first and the last token of each block, with keys at distances that are powers of two.
+
+    So the mask is evaluated at a few pairs for each token and each block, instead of at all pairs.
+    If it differs at one of them, the layout has a mask for each block.
 
     Args:
         mask_function: Mask function of the model, whose arguments are index tensors that broadcast.
@@ -180,8 +183,8 @@ def _find_window(
     window: int | None,
 ) -> Layout | None:
     """
-    Test some pairs of each token. Return the layout with its window, or None if the mask is neither
-    causal nor a window within the blocks.
+    Test some pairs of each token. Return the layout with its window, or None if the mask has other
+    blocks than the layout, or is neither causal nor a window within its blocks.
 
     Args:
         attends: Function of query and key positions that returns whether each query attends to its

@@ -30,7 +30,7 @@ PADDINGS: tuple[Padding, ...] = ("left of", "between")
 _ROW: ContextVar[PackedRow | None] = ContextVar("row")
 
 _BOUNDARIES = ("cu_seq", "max_length", "max_seq", "seq_idx")
-"""Prefixes of the names of arguments that pass the starts of a row's samples to fast kernels."""
+"""Prefixes of the names of arguments that describe a row's samples to fast kernels."""
 
 
 @attrs.frozen(eq=False)
@@ -52,7 +52,7 @@ class PackedRow:
     known_lengths: tuple[int, ...] | None = None
     """
     Number of tokens of each sample, if known from a padded batch. None if the numbers are only on
-    the device, which delays reading them.
+    the device; reading them then waits for the device.
     """
 
     @cached_property
@@ -155,7 +155,7 @@ class RealTokens:
         """
         Return the tokens of a batch at which *mask*, of shape (rows, positions), is not 0.
 
-        All fields are computed from one copy of the mask, which waits for the device only once.
+        All fields are computed from one copy of the mask, so this waits for the device only once.
         """
         has_numbers = not mask.is_floating_point() and mask.dtype != torch.bool
         host = (mask if has_numbers else mask != 0).numpy(force=True)
@@ -214,8 +214,8 @@ def read_row(position_ids: torch.Tensor | None, attention_mask: torch.Tensor | N
         attention_mask: Mask of the call, or None. With a mask, text positions may be missing.
 
     Returns:
-        The row, perhaps with a single sample. The result is None for several rows, for a row with
-            padding, or for a mask and positions without text positions.
+        The row, perhaps with a single sample. The result is None without position ids, for several
+            rows, for a row with padding, or for a mask and positions without text positions.
 
     Raises:
         PackplanError: Multimodal positions lack the row of text positions, and there is no mask.
@@ -381,8 +381,8 @@ def _split_by_sample(value: Any, row: PackedRow) -> list[Any]:
 
 def _join_outputs(outputs: list[Any], row: PackedRow) -> Any:
     """
-    Join the outputs of samples along their token axis. An output without a token axis is taken from
-    one sample.
+    Join the outputs of samples along their token axis. A tensor without a token axis is taken from
+    the last sample, and any other value from the first.
     """
     first = outputs[0]
     if isinstance(first, torch.Tensor):

@@ -99,7 +99,9 @@ class RowGroups:
 
     packing_length: int | None = None
     """
-    Maximum number of tokens of a row on one rank. None makes the largest group share every row.
+    Maximum number of tokens of a row that one rank computes alone. A longer row is shared by 2, 4,
+    8, … ranks: as few as give each rank at most so many tokens, but at most the largest group. None
+    makes the largest group share every row.
     """
 
     @classmethod
@@ -121,7 +123,7 @@ class RowGroups:
 
     @property
     def degrees(self) -> tuple[int, ...]:
-        """Numbers of ranks that share rows, smallest first."""
+        """Numbers of ranks that may compute a row, smallest first; 1 only with `packing_length`."""
         return (*([] if self.packing_length is None else [1]), *sorted(self.by_degree))
 
     def degree_of(self, num_tokens: int) -> int:
@@ -159,8 +161,8 @@ class RowGroups:
         """
         Return whether this rank counts the tokens of a row towards a loss's divisor.
 
-        Only the first rank of a group counts the tokens of a row. If the same number of ranks
-        shares every row, all ranks count the row's tokens.
+        If the same number of ranks shares every row, all ranks count the row's tokens. Otherwise
+        only the first rank of the row's group counts them.
         """
         return self.packing_length is None or self.is_first(num_tokens)
 
@@ -437,7 +439,7 @@ def _join_parts(value: Any, share: RowShare) -> Any:
 @contextmanager
 def context_parallel(model: Any, *, layout: PackedLayout, group: dist.ProcessGroup | None = None) -> Iterator[None]:
     """
-    Make a model compute this rank's part of a packed row, which a layout divides.
+    Make a model compute only this rank's part of a packed row. A layout divides the row into parts.
 
     Inside this context, call the model with this rank's part as `input_ids` of shape (1,
     num_positions / cp_size). Or pass the whole row, perhaps with images, which every rank then
@@ -453,7 +455,7 @@ def context_parallel(model: Any, *, layout: PackedLayout, group: dist.ProcessGro
 
     Raises:
         ValueError: The layout is for another number of ranks. A call of the model raises this error
-            if the part has a wrong size, or if a mask is passed.
+            if the part has a wrong size, or if an attention mask hides tokens.
     """
     ranks: Any = group or dist.group.WORLD
     if layout.cp_size != ranks.size():

@@ -65,7 +65,7 @@ class RowShare:
         return len(self.positions) * self.num_ranks
 
     def head_ranges(self, num_heads: int) -> list[range]:
-        """Return the range of query heads of each rank; ranges differ by at most one head."""
+        """Return the range of query heads of each rank; their sizes differ by at most one head."""
         least, rest = divmod(num_heads, self.num_ranks)
         ends = [number * least + min(number, rest) for number in range(self.num_ranks + 1)]
         return [range(*span) for span in pairwise(ends)]
@@ -82,8 +82,8 @@ class RowShare:
         Return query, key and value of all tokens for this rank's heads.
 
         A key head whose query heads are on several ranks is sent to each of these ranks. If a rank
-        has only some of a key head's query heads, each of these query heads gets a copy of the key
-        head.
+        has only some of a key head's query heads, each query head of the rank gets its own copy of
+        its key head.
 
         Args:
             query: Queries of this rank's tokens; shape (1, heads, part, size).

@@ -48,7 +48,7 @@ _PLAIN = {"module", "query", "key", "value", "attention_mask", "scaling", "dropo
 """Arguments of a model's own attention that torch's attention supports too."""
 
 _TRACED: ContextVar[tuple[int, int] | None] = ContextVar("traced", default=None)
-"""Compute capability that is assumed for all devices while a step is traced; None otherwise."""
+"""Compute capability assumed for tensors outside of GPUs in a traced step; None otherwise."""
 
 
 def build_mask(
@@ -134,6 +134,9 @@ def attend(
     Compute attention within the blocks of a row if the mask is a layout, else as transformers'
     sdpa.
 
+    If the call needs an option that torch's attention lacks, the model's own code computes both;
+    see `own_code_attention`.
+
     Args:
         module: Attention layer.
         query: Queries of shape (batch, heads, tokens, size).
@@ -150,6 +153,8 @@ def attend(
 
     Raises:
         ArgumentError: Positions restart within the row, but the mask does not separate the samples.
+        PackplanError: Ranks share the row, and the model's own code computes attention, but some
+            key head has query heads on several ranks.
     """
     options |= {"dropout": dropout, "scaling": scaling}
     row = current_row()
@@ -256,14 +261,16 @@ None.
 
 def own_code_attention(module: torch.nn.Module, options: Mapping[str, Any]) -> OwnAttention | None:
     """
-    Return the attention of the model's own code if *options* sets one that torch's attention lacks,
-    else None.
+    Return the attention function of the model's own code if *options* sets an option that torch's
+    attention lacks, else None.
 
-    A soft cap of attention scores is such an option.
+    A soft cap of attention scores is such an option. The result is also None if the module that
+    defines the layer has no `eager_attention_forward`.
 
     Args:
         module: Attention layer.
-        options: Arguments that transformers passes to attention functions besides tensors.
+        options: Arguments that transformers passes besides query, key, value and mask. An option
+            counts as set unless it is None.
     """
     eager = getattr(sys.modules[type(module).__module__], "eager_attention_forward", None)
     if eager is None:
@@ -323,7 +330,8 @@ def attend_to_patches(
     """
     Compute attention within the images or windows of a vision tower's packed patches, not causally.
 
-    Arguments and results are those of `attend`.
+    The images or windows begin at the positions *cu_seq_lens_q*, whose last value is the end of the
+    row; the longest has *max_length_q* patches. Other arguments and results are those of `attend`.
     """
     layout = Layout.from_boundaries(cu_seq_lens_q, is_causal=False, longest=max_length_q)
     return attend_within_blocks(query, key, value, layout, dropout=dropout, scaling=scaling), None
@@ -391,7 +399,8 @@ def fused_arguments(
     """
     Return the arguments of `varlen_attn` for a row.
 
-    Tensors among the arguments have the shape (tokens, heads, size); see `attend`.
+    Returned queries, keys and values have the shape (tokens, heads, size). For the arguments of
+    this function, see `attend`.
     """
     # Autocast does not support the operator, so its casts are done here.
     parts = (part[0].transpose(0, 1).to(compute_dtype(query)) for part in (query, key, value))
@@ -412,7 +421,8 @@ def fused_arguments(
 @contextmanager
 def tracing_as_on_gpu() -> Iterator[None]:
     """
-    Inside this context, treat all tensors as if they were on a GPU that supports `varlen_attn`.
+    Inside this context, treat tensors outside of GPUs as if they were on a GPU that supports
+    `varlen_attn`.
     """
     token = _TRACED.set(_CAPABILITY)
     try:

@@ -1,5 +1,5 @@
 """
-Probe: a test of whether a model keeps the samples of a pack apart, on a small copy of it.
+Probe: a test of whether a model keeps the samples of a pack apart.
 
 `shrink` makes the configuration small, by rules and by trial. `small_model` builds the copy.
 `probe_row` compares a packed row with its samples alone, on the copy or on the model that will be

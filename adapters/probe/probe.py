@@ -104,8 +104,8 @@ class _SmallCopies:
 
     native: str
     """
-    Name of the attention of transformers that computes samples alone: sdpa if it equals eager, else
-    eager.
+    Name of the attention of transformers that computes samples alone: sdpa if its logits differ
+    from those of eager by at most `limit`, else eager.
     """
 
     limit: float
@@ -209,11 +209,11 @@ class SmallProbe:
     @cached_property
     def mixing_module(self) -> str | None:
         """
-        Name and class of the first module that mixes samples in the unchanged model; None if there
-        is none.
+        Name and class of the first module that mixes samples in a copy with transformers' own
+        attention; None if no such module is found.
 
-        A module also mixes samples if its result for a packed sample differs from that for the
-        sample alone.
+        A module also counts as mixing samples if its result for a packed sample differs from that
+        for the sample alone.
         """
         with hiding_warnings(), _using_one_thread():
             try:
@@ -343,8 +343,9 @@ def _draw_row(model: Any) -> ProbeRow:
 
 def _try_strategy(copies: _SmallCopies, trial: StrategyTrial, blank: PackingVerdict) -> PackingVerdict:
     """
-    Return the verdict on a strategy. A strategy that does not keep samples apart is tried once
-    more, with layers that carry a state running sample by sample.
+    Return the verdict on a strategy. If a trial that keeps rows fails, it is repeated once with
+    layers that carry a state running sample by sample. If a vision model passes, its images are
+    compared too.
     """
     carriers: tuple[str, ...] = ()
     split: tuple[str, ...] = ()

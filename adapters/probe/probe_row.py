@@ -44,7 +44,7 @@ _WHOLE = ": set sequence_parallel_size to 1, which trains whole rows"
 """Remedy in the error about a model whose rows cannot be shared by ranks."""
 
 _IDS = 2000
-"""Upper limit of drawn token ids. Larger ids may belong to images, or to no token."""
+"""Number that drawn token ids stay below. Larger ids may belong to images, or to no token."""
 
 
 _GRIDS = ((1, 12, 20), (1, 4, 4), (1, 16, 12))
@@ -92,6 +92,8 @@ def draw_token_types(model: Any, ids: torch.Tensor) -> dict[str, torch.Tensor]:
     """
     Return token types as arguments of a model; some models derive attention masks from token types.
 
+    The result is empty for a model without such arguments.
+
     Args:
         model: Model of transformers.
         ids: Token ids, from which the types are derived; int64 of shape (rows, tokens).
@@ -125,8 +127,8 @@ def probe_ready_model(
         The measured result; with *groups*, the result of the largest group.
 
     Raises:
-        ModelError: Samples are not kept apart, or their results differ from those of the samples
-            alone.
+        ModelError: Samples are not kept apart, their results differ from those of the samples
+            alone, or computing the packed row fails.
     """
     config = trained_config(model.config)
     row = ProbeRow.draw(model, LOADED_LENGTHS, ids=ordinary_token_ids(config))
@@ -166,14 +168,15 @@ def build_small_copy(
     device: Any = None,
 ) -> Any:
     """
-    Return a small copy of a model, with random weights that are not sharded.
+    Build a small copy of a model, with random weights that are not sharded.
 
     Args:
         model: Model of transformers, perhaps with adapters.
         choice: Attention of the model, which the copy uses too.
         groups: Groups of ranks that share rows of the copy.
         kind: Class of the copy; None takes a class that can generate text.
-        device: Device of the copy; None takes that of the model.
+        device: Device of the copy; None takes that of the model. The copy of a model on the device
+            `meta` is on the CPU.
     """
     weight = next(model.parameters())
     small = SmallModels(trained_config(model.config), kind=kind).build(attention=choice.loaded_backend)
@@ -257,8 +260,8 @@ def _compare_images(model: Any, images: list[dict[str, torch.Tensor]], native: s
 
 def _draw_images(model: Any) -> list[list[dict[str, torch.Tensor]]]:
     """
-    Return the same images in several formats, with gradients; a vision tower supports one of the
-    formats.
+    Draw random images of the same numbers of patches in each format that the vision tower may take.
+    Their pixels require gradients.
     """
     parts = [part.get_image_features for part in model.modules() if hasattr(part, "get_image_features")]
     parameters = {name for function in parts for name in inspect.signature(function).parameters}

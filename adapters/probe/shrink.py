@@ -235,7 +235,8 @@ def _shrink_value(key: str, value: Any, context: _ConfigFacts) -> Any:
 
 def _shrink_list(key: str, value: Sequence[Any], context: _ConfigFacts) -> list[Any]:
     """
-    Keep the entries of kept layers, in a list of layer indices or with one entry for each layer.
+    Return only the entries for kept layers, if a list has one entry for each layer, or has layer
+    indices; else return all entries.
     """
     items = list(value)
     if len(items) == context.layers and context.layers:
@@ -251,7 +252,8 @@ def _shrink_list(key: str, value: Sequence[Any], context: _ConfigFacts) -> list[
 
 def _count_kept_layers(config: Mapping[str, Any], layers: int, layers_per_kind: int) -> int:
     """
-    Return how many first layers, at least 2, contain up to *layers_per_kind* layers of each kind.
+    Return how many of the first layers to keep, from 2 to `_MAX_LAYERS`, so that they include
+    *layers_per_kind* layers of each kind if possible.
     """
     kept = 2
     shared = 1 if config.get("num_kv_shared_layers") else 0
@@ -349,6 +351,8 @@ def _walk_possible_lengths(value: Any, path: KeyPath) -> Iterator[tuple[KeyPath,
 def shrink_by_trial(paths: Sequence[KeyPath], runs: Callable[[NewValues], bool]) -> tuple[NewValues, list[KeyPath]]:
     """
     Return smaller values with which the model still runs, and paths whose values cannot shrink.
+
+    Both are empty if the model does not run even with its values unchanged.
 
     Args:
         paths: Key paths of numbers that may be lengths in tokens, such as windows.

@@ -140,7 +140,7 @@ class SmallModels:
 
 
 def model_class(config: Any) -> Any:
-    """Return the class with text generation that a configuration names, else an auto class."""
+    """Return the first class of a configuration if it can generate text, else an auto class."""
     named = getattr(transformers, (config.architectures or [""])[0], None)
     if named is not None and issubclass(named, transformers.PreTrainedModel) and named.can_generate():
         return named
@@ -149,7 +149,7 @@ def model_class(config: Any) -> Any:
 
 
 def _instantiate(kind: Any, small: Any, *, attention: str, trust_remote_code: bool) -> Any:
-    """Return a model of class *kind*, built from a copy of the configuration *small*."""
+    """Build a model of class *kind* from a copy of the configuration *small*."""
     small = copy.deepcopy(small)
     # Under ZeRO 3 transformers would share the copy's weights out to all ranks.
     with replace_attributes(deepspeed, _hf_deepspeed_config_weak_ref=None):

@@ -20,7 +20,7 @@ _ROW_KEYS = ("attention_mask", "cu_seq", "max_length", "max_seq", "seq_idx", "se
 
 _NUMBERING_KEYS = MappingProxyType({"seq_idx": 1, "attention_mask": 2})
 """
-Key -> number that the largest of its values reaches only if the values are sample numbers. An
+Key -> number. If a value of the key is at least this number, the values are sample numbers. An
 attention mask of 0 and 1 only marks padding.
 """
 
@@ -78,8 +78,9 @@ class PackedBatch:
 
         Args:
             batch: Arguments of the model for packed rows, perhaps with labels.
-            starts: First token of each sample. None takes the tokens at which `position_ids`
-                restart. Without position ids, each of several rows is a sample.
+            starts: First token of each sample, or a list of them for each row. None takes the
+                tokens at which `position_ids` restart. Without position ids, each of several rows
+                is a sample.
 
         Raises:
             ArgumentError: The batch has no packed rows, or its tensors disagree on where samples
@@ -183,7 +184,7 @@ def next_tokens(labels: torch.Tensor) -> torch.Tensor:
 
 
 def _read_shape(inputs: Mapping[str, Any]) -> Shape:
-    """Return the number of rows, and of tokens in each; ArgumentError if there are none."""
+    """Return the number of rows, and of tokens in each; ArgumentError without ids or embeddings."""
     for key in ("input_ids", "inputs_embeds"):
         value = inputs.get(key)
         if isinstance(value, torch.Tensor):

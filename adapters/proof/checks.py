@@ -33,14 +33,14 @@ def assert_isolated(model: torch.nn.Module, batch: Mapping[str, Any], starts: St
     Args:
         model: Any model that returns logits, as a tensor or as `logits` of its output.
         batch: Arguments of the model for rows of shape (rows, tokens), as the collator made them.
-        starts: First token of each sample, or a list of them for each row. None takes those at
-            which `position_ids` restart; without these, each of several rows is a sample.
+        starts: First token of each sample, or a list of them for each row. None takes the tokens at
+            which `position_ids` restart; without position ids, each of several rows is a sample.
 
     Raises:
         MismatchError: A sample depends on another sample. The error is an AssertionError, and names
             two such samples and the first module that mixes them.
         ArgumentError: The batch has no packed rows, or its parts disagree on where samples begin.
-        ModelError: The model has no gradients.
+        ModelError: The model has no gradients, or its weights are sharded.
     """
     row = PackedBatch.read(batch, starts)
     refuse_sharded_weights(model)
@@ -71,7 +71,8 @@ def assert_equal_to_alone(
     limit: float | None = None,
 ) -> Comparison:
     """
-    Assert that packed samples have the same logits, losses and gradients as each sample alone.
+    Assert that packed samples have the same logits, losses and gradients as each sample alone, and
+    return the differences.
 
     The loss of a sample is the mean over its labels, or over all its tokens if there are no labels.
     The compared gradients are those of the sum of the samples' losses.
@@ -79,8 +80,8 @@ def assert_equal_to_alone(
     Args:
         model: Any model that returns logits, with trainable weights.
         batch: Arguments of the model for rows of shape (rows, tokens), as the collator made them.
-        starts: First token of each sample, or a list of them for each row. None takes those at
-            which `position_ids` restart; without these, each of several rows is a sample.
+        starts: First token of each sample, or a list of them for each row. None takes the tokens at
+            which `position_ids` restart; without position ids, each of several rows is a sample.
         alone: A batch for each sample by itself, in the order of the row. With None, samples are
             cut out of the row, which does not work with images.
         limit: Largest allowed relative difference. None takes the difference that rounding can
@@ -90,7 +91,7 @@ def assert_equal_to_alone(
         MismatchError: A sample differs. The error is an AssertionError, and names the sample and
             the first module whose results differ.
         ArgumentError: The batch has no packed rows, or its parts disagree on where samples begin.
-        ModelError: The model has no gradients.
+        ModelError: The model has no gradients, or its weights are sharded.
     """
     row = PackedBatch.read(batch, starts)
     _refuse_crossing_labels(row)

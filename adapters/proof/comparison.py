@@ -71,10 +71,13 @@ class Comparison:
     """
 
     logits: tuple[float, ...]
-    """Largest difference of each sample's logits, divided by the largest logit of all samples."""
+    """
+    Largest difference of each sample's logits, or the median over its tokens (see `compare`),
+    divided by the largest absolute logit of all samples alone.
+    """
 
     losses: tuple[float, ...]
-    """Difference of each sample's mean loss."""
+    """Difference of each sample's mean loss; empty if medians of logits are compared."""
 
     loss: float
     """Difference of the sum of the weighted losses."""
@@ -279,7 +282,7 @@ def reduce_differences(tokens: torch.Tensor, *, median: bool) -> float:
     Args:
         tokens: Difference of each token; shape (tokens,).
         median: Whether to take the median, since rounding may choose other experts for some tokens.
-            The median counts as 0 for samples of few tokens.
+            The median counts as 0 for samples of fewer than `_MIN_TOKENS` tokens.
     """
     if not bool(tokens.isfinite().all()):
         return math.inf

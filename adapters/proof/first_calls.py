@@ -1,5 +1,5 @@
 """
-Comparison of the first call of each kind of a hooked model with its padded pass.
+Comparison of a hooked model's calls with padded passes: the first call of each kind.
 
 `unpad` tests equality on random tokens. This module compares the loss, the outputs, and the
 gradient with respect to token embeddings once more, on the user's batch. Training afterwards is bit
@@ -8,8 +8,8 @@ for bit the same as without the comparison.
 Ranks may have first calls of different kinds, so no rank waits for another rank during a
 comparison. A rank that finds a difference writes it to the store of torch.distributed, and computes
 with padding from then on. Every rank reads the store before it updates weights, so all ranks end
-together. The store may be in the process of rank 0, which therefore ends only after the other ranks
-have read it.
+together. The store may be in the process of rank 0, which therefore waits at its end, for at most
+`_HOLD_S` seconds, until the other ranks have read the store.
 
 If weights are sharded, no rank can compute a pass alone. So if one rank has a first call, all ranks
 compare their calls: loss and outputs, without gradients. If a difference is found, all ranks end at
@@ -66,7 +66,7 @@ _PATIENCE = timedelta(minutes=10)
 """Longest time that a rank waits for the other ranks to reach the same model."""
 
 _HOLD_S = 30
-"""Seconds for which rank 0 waits at its end for ranks that have read the store fewer times."""
+"""Maximum seconds that rank 0 waits at its end for ranks that have read the store less often."""
 
 _POLL_S = 0.01
 
@@ -89,8 +89,8 @@ class _StoredFact:
 
     def join(self) -> Any:
         """
-        Return the store. After the first call, rank 0 keeps the store open until this rank has read
-        it too.
+        Return the store. After the first call, rank 0 waits at its end until this rank has read the
+        store as often as rank 0.
 
         The first call comes before gradients are reduced, so no rank has ended by then.
         """
@@ -102,7 +102,7 @@ class _StoredFact:
         return store
 
     def leave(self) -> None:
-        """Stop reading the store, so that rank 0 does not wait for this rank."""
+        """Record that this rank reads the store no more, so that rank 0 does not wait for it."""
         self.join()
         self._set_reads("inf")
 
@@ -115,7 +115,7 @@ class _StoredFact:
         Return the difference that a rank has found; None if no rank has found one.
 
         Raises:
-            RunError: The process of rank 0, which kept the store, was killed.
+            RunError: The process of rank 0, which kept the store, has ended.
         """
         try:
             store = self.join()
@@ -146,7 +146,7 @@ class FirstCalls:
     """Comparison of a model's calls with padded passes, once for each kind of call."""
 
     def __init__(self, native: str) -> None:
-        """Store the name of transformers' attention that computes padded passes."""
+        """Begin without compared calls; *native* is the attention that computes padded passes."""
         self._native, self._key = native, f"packplan/unlike_padded/{next(_NUMBERS)}"
         self._stored = _StoredFact(self._key)
         self._kinds: set[Any] = set()
@@ -165,8 +165,8 @@ class FirstCalls:
             given: Arguments of the call by name.
             tokens: Real tokens of the batch; None if the call is not packed.
             meets: Whether ranks with sharded weights exchange their findings. Ranks exchange
-                findings once in each call, whether or not a batch is padded, so that every rank
-                does so the same number of times.
+                findings at most once in each call, whether or not a batch is padded, so that every
+                rank does so the same number of times.
 
         Raises:
             MismatchError: The passes differ. On several ranks with whole weights, `refuse_step`

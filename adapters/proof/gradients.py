@@ -118,14 +118,14 @@ class WatchedPass:
 
     def logit_dependences(self, logits: torch.Tensor, readers: Iterable[int] | None = None) -> Iterator[Dependence]:
         """
-        Yield, for each reader, the other sample on which its logits depend most.
+        Yield, for each reader, the dependence of its logits on the other sample that matters most.
 
         Args:
             logits: Logits of the rows, which the pass has computed.
             readers: Indices of the samples to test; None takes all.
 
         Raises:
-            ModelError: The logits have no gradient.
+            ModelError: The logits have no gradient, or no module embeds the tokens.
         """
         result = TensorNode.from_value(logits, self.packed.shape)
         if result is None:
@@ -137,7 +137,8 @@ class WatchedPass:
 
     def dependences(self, result: TensorNode, readers: Iterable[int] | None = None) -> Iterator[Dependence]:
         """
-        Yield, for each reader, the other sample on which its part of a result depends most.
+        Yield, for each reader, the dependence of its part of a result on the other sample that
+        matters most.
 
         Args:
             result: Tensor of the pass.

@@ -54,10 +54,10 @@ class _ModuleCall:
 
 def first_leak(model: torch.nn.Module, packed: PackedBatch) -> tuple[Dependence, NamedModule | None] | None:
     """
-    Return the first sample whose logits depend on another sample, or not on itself; None if there
-    is none.
+    Return the dependence of the first sample whose logits depend on another sample, or not on
+    itself, and the module that mixes the samples.
 
-    The result is the dependence, and the module that mixes the samples (None if it is not found).
+    The module is None if it is not found. The result is None if there is no such sample.
 
     Args:
         model: Model in evaluation mode.

@@ -1,5 +1,5 @@
 """
-Assertion that an optimizer step of a user's trainer is the mean over its supervised tokens.
+Assertion that the loss of a user's optimizer step is the mean over the step's supervised tokens.
 
 A trainer of transformers runs its own `train` to the end of the first step, including its loader,
 gradient accumulation, number of items, `training_step` and log. Only the update of the weights is
@@ -93,7 +93,7 @@ def assert_step_loss(trainer: Any, *, model: torch.nn.Module | None = None, limi
         MismatchError: The loss or the gradients differ. The error is an AssertionError, and names
             the factor between actual and expected values.
         ArgumentError: The trainer or its batches cannot be read, or the function updates weights.
-        ModelError: The model has no gradients to compare.
+        ModelError: The model has no gradients to compare, or its weights are sharded.
     """
     is_trainer = hasattr(trainer, "get_batch_samples") and hasattr(trainer, "train")
     model = getattr(trainer, "model", None) if model is None else model

@@ -339,8 +339,10 @@ class _ErrorOutput(logging.Handler):
 
 def _set_up_logging(text: Callable[[str], str], *, verbose: bool, quiet: bool) -> None:
     """
-    Log to standard error. Rank 0 logs all messages of Packplan; other ranks, libraries and runs
-    with --quiet log only warnings and errors. *text* converts each line before it is shown.
+    Log to standard error; *text* converts each line of Packplan before it is shown.
+
+    Rank 0 logs notes, warnings and errors, and with --verbose also details. Other ranks and runs
+    with --quiet log only warnings and errors. Without --verbose, libraries log only errors.
     """
     rank = os.environ.get("RANK", "0")
     handler = _ErrorOutput()
@@ -356,6 +358,6 @@ def _set_up_logging(text: Callable[[str], str], *, verbose: bool, quiet: bool) -
             logging.getLogger(name).setLevel(logging.ERROR)
         # DeepSpeed calls them in each step of each rank.
         warnings.filterwarnings("ignore", r"`torch\.distributed\.\w+` is deprecated", FutureWarning)
-        # Those that are not yet loaded set their own level then, from these.
+        # Libraries that are loaded later take their levels from these variables.
         os.environ.setdefault("LOG_LEVEL", "ERROR")
         os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")

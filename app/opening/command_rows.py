@@ -36,7 +36,8 @@ def open_command_encoders(config: RunConfig, command: HostCommand) -> dict[str, 
 
 def export_rows(splits: Iterable[MeasuredSplit], folder: Path) -> dict[str, int]:
     """
-    Write the samples of an ms-swift command with their lengths; return the number for each split.
+    Write the samples of an ms-swift command with their lengths; return the number of samples of
+    each split.
 
     Args:
         splits: Measured splits of the command.

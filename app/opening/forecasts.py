@@ -56,7 +56,7 @@ them.
 
 
 _MAX_EVAL_PACKS = 8
-"""Maximum number of packs that each rank evaluates."""
+"""Maximum number of batches that each rank evaluates."""
 
 
 def config_to_trace(config: RunConfig) -> RunConfig:
@@ -85,13 +85,13 @@ def open_step_tracer(
     """
     Yield a tracer of one rank's steps, with the model that a run trains.
 
-    The model is on the device `meta`, with frozen weights and adapters.
+    The model is on the device `meta`, with the run's frozen weights and adapters.
 
     Args:
         config: The run.
         encoder: Encoder of the split `train`.
         attention: Attention that was chosen for `config_to_trace(config)`.
-        sharding: How the model is sharded over the ranks.
+        sharding: Sharding of the model over the ranks.
         world_size: Number of ranks.
         accumulates: Whether a step has several microbatches.
 

@@ -1,6 +1,6 @@
 """
-Probe of a model by its name, with each attention backend of this machine. The probe does not need
-ms-swift.
+Probe of a model from its `config.json`, with each attention backend of this machine. The probe does
+not need ms-swift.
 """
 
 import time

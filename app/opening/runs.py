@@ -72,7 +72,8 @@ def resolve_inputs(config: Run) -> Run:
     """
     Return a run whose data are files, whose system prompt is text and whose model is a folder.
 
-    The model's folder is in a cache, or is downloaded if the run allows it.
+    If the model is named by its id on a hub, its folder is in a cache, or is downloaded if the run
+    allows it. Otherwise the id stays, and is refused where the folder is first needed.
 
     Raises:
         ConfigError: A mix or a system prompt cannot be read, a named file is missing, or data
@@ -208,8 +209,8 @@ def require_inputs(config: RunConfig, *, loads: bool = False) -> None:
 
 def _mix_faults(path: str) -> list[Fault]:
     """
-    Return the faults of a mix's files, each by its key; without a mix, the faults of all data
-    files.
+    Return the faults of each file of a mix, by its key. If there are none, return the faults of all
+    files together, such as a file that two patterns match.
     """
     key, keys = "custom.fusion_config", load_mixes(path).file_keys
     alone = [fault for file, own in keys.items() for fault in _file_faults(f"{key}.{own}", (file,))]

@@ -1,5 +1,6 @@
 """
-Opens the splits of a run, for all commands that plan, train or verify. Opening writes no files.
+Opens the splits of a run, for all commands that plan, train or verify. Opening writes no files
+except copies of data files that cannot be read in random order.
 """
 
 import logging
@@ -51,7 +52,7 @@ def open_splits(config: RunConfig) -> dict[str, Split]:
 
 
 def _join_ray(config: RunConfig, encoder: SwiftEncoder, in_full: bool) -> BlockExecutor:  # noqa: FBT001  # by place
-    """Connect to the cluster in *config* that measures a run's samples."""
+    """Connect to the Ray cluster that measures a run's samples."""
     from packplan.adapters.ranks.ray_executor import RayExecutor
 
     training = attrs.evolve(config.training, trainer={})  # which may hold secrets

@@ -54,7 +54,7 @@ def find_stored_plan(folder: Path, split: str) -> tuple[StoredPlan, StoredLength
 
 def read_resume_state(folder: Path) -> ResumeState | None:
     """
-    Return the resume state in a checkpoint of a static plan; None for any other folder.
+    Return the resume state in a checkpoint of a static plan; None if there is no trainer state.
 
     Raises:
         CorruptArtefactError: The trainer's state is damaged.

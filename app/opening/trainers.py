@@ -68,7 +68,7 @@ def hide_trainer_progress(config: RunConfig) -> RunConfig:
 
 
 def warn_of_overwriting(training: TrainingConfig, group: RankGroup) -> None:
-    """Warn that training from the beginning overwrites checkpoints of an earlier run."""
+    """Warn on rank 0 if a run from the beginning may overwrite checkpoints of an earlier run."""
     if training.resume_from_checkpoint is not None or group.rank != 0:
         return
     if (newest := newest_checkpoint(training.output_dir)) is not None:
@@ -257,7 +257,8 @@ def use_vision_tower_in_each_batch(model: Any, template: Any, arguments: Trainin
             f"{unreached[0]}, and ranks would wait for their gradients: set it to true, or training.freeze_vit"
         )
         raise ConfigError.for_key("training.ddp_find_unused_parameters", reason)
-    # Where ranks meet in each of its passes, one for images and one for videos, all take both.
+    # Ranks that share weights meet in each pass of the tower. If images and videos have separate
+    # passes, every rank runs both.
     dummy.ensure_tower_runs(passes=1 + (shards_weights(arguments) and has_separate_video_pass(template)))
 
 
@@ -277,7 +278,7 @@ def build_trainer(
     Args:
         config: The run.
         arguments: Settings of the trainer, including the checkpoint to resume from.
-        splits: Planned splits: The planned splits: `train`, and perhaps `eval`.
+        splits: The planned splits: `train`, and perhaps `eval`.
         schedule: Schedule of the packs of `train`; a group of ranks that share every row counts as
             one rank.
         state: Resume state of the run before training.

@@ -34,12 +34,12 @@ def decide_attention(config: RunConfig, *, isolated: bool) -> AttentionChoice:
     """
     Choose the attention backend of a run, before anything is measured.
 
-    The model is probed, unless its verdict is stored.
+    The model is probed, unless its verdict is stored or not needed.
 
     Args:
         config: The run.
-        isolated: Refuse a backend that does not run on this machine, or that may mix the samples of
-            a pack.
+        isolated: Whether to refuse a backend that does not run on this machine, or that may mix the
+            samples of a pack.
 
     Raises:
         ModelError: The backend in `model.attn_impl` cannot be used, or is refused.
@@ -100,7 +100,8 @@ def probe_loaded_model(
     """
     Probe the loaded model, and store the verdict.
 
-    The probe is skipped if the model was probed on this device before, or if its small copy failed.
+    The probe is skipped if the model's small copy failed, or if its weights are sharded. It is also
+    skipped if the model was probed on this device before, unless ranks share rows.
 
     Args:
         config: The run.

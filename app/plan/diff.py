@@ -89,7 +89,7 @@ def run(options: argparse.Namespace) -> None:
 
 
 def _value_text(value: Any) -> str:
-    """Return a value as short text: the first characters of a digest, and few digits of a share."""
+    """Return a value as short text: 12 characters of a digest, and 6 digits of a float."""
     if isinstance(value, float):
         return f"{value:.6g}"
     return f"{value[:12]}…" if isinstance(value, str) and re.fullmatch("[0-9a-f]{64}", value) else str(value)

@@ -58,7 +58,7 @@ def reported_plan(opened: StoredSplit, measured: Iterable[Figure] = ()) -> Repor
 
     Args:
         opened: Stored lengths and plan of the split.
-        measured: Further figures.
+        measured: Figures that a training run has measured.
     """
     split, schedule, lengths = opened.split, opened.schedule, opened.lengths.tokens
     stats = PackStats.from_plan(split.raw, lengths, packed=opened.packed, works=split.works)

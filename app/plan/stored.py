@@ -192,7 +192,7 @@ def _drop_epochs_after_run(
 
 
 def _warnings(config: RunConfig, opened: StoredSplit) -> Iterator[str]:
-    """Yield the reasons why training would refuse the stored plan, or make another one."""
+    """Yield warnings about a stored plan, such as why training would refuse it, or plan again."""
     split, lengths, plan = opened.split, opened.lengths, opened.plan
     yield from yield_stale_inputs(config, lengths)
     differences = plan.key.differences(split.plan_key(lengths.digest))

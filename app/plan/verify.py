@@ -122,10 +122,10 @@ def verify(split: Split, *, num_samples: int = 0, decode: bool = False) -> Itera
     Args:
         split: The split under the run's current configuration.
         num_samples: Number of samples to encode again, spread over the data.
-        decode: Decode the pixels of every image and video frame.
+        decode: Whether to decode the pixels of every image and video frame.
 
     Raises:
-        NotBuiltError: Nothing is stored.
+        NotBuiltError: No lengths are stored.
     """
     name, source, lengths_kept, plans_kept = split.name, split.source, split.stores.lengths, split.stores.plans
     damage = lengths_kept.damage()
@@ -187,8 +187,8 @@ def _data_differ(differences: tuple[Difference, ...]) -> bool:
 
 def _faults_of_plan(split: Split, lengths: StoredLengths, stored: StoredPlan | None) -> Iterator[Finding]:
     """
-    Yield differences between the stored plan and its inputs: lengths, the run's policy, and a plan
-    made again.
+    Yield differences of the stored plan from the stored lengths, the run's policy, and a plan made
+    again.
     """
     policy, where = split.policy, str(split.stores.plans.folder)
     if stored is None:
@@ -250,8 +250,8 @@ def _image_faults(name: str, lengths: StoredLengths, source: LengthSource, *, de
 
 def _iterate_measured(table: Table, media: MediaTable, indices: IntArray) -> Iterator[tuple[int, MeasuredSample]]:
     """
-    Yield samples with their stored measurements. A few thousand samples are read at a time, since
-    all would take a gigabyte of memory.
+    Yield samples with their stored measurements. At most 4,096 samples are read at a time, since
+    all samples of a large data set would take a gigabyte of memory.
     """
     for start in range(0, indices.size, 4096):
         part = indices[start : start + 4096].tolist()

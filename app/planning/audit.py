@@ -52,14 +52,17 @@ others are measured.
 
 COMPARED_TOKENS = 16_000
 """
-Maximum total number of tokens of the samples that are encoded again if all samples are stored;
-encoding takes about 0.3 s for samples with images. If `REPEATED_SAMPLES` samples have more tokens,
-fewer are encoded.
+Maximum total number of tokens of the samples that are encoded again if all samples are stored.
+Encoding so many takes about 0.3 s if the samples have images. If `REPEATED_SAMPLES` samples have
+more tokens, fewer samples are encoded, but at least one.
 """
 
 
 def check_images(source: LengthSource, stored: StoredRows) -> None:
-    """Compare the stored images of some samples with their files; StaleError if one has changed."""
+    """
+    Compare the stored facts about images of some samples with the files; StaleError if an image has
+    changed.
+    """
     indices = _spread_indices(np.flatnonzero(num_media(stored.table)))
     for index, measured in zip(indices, from_tables(stored.table, stored.media, indices), strict=True):
         for number, (then, now) in enumerate(zip(measured.media, source.media_facts(index), strict=True)):
@@ -94,17 +97,18 @@ def recheck_stored(source: LengthSource, stored: StoredRows) -> int:
 
 def check_repeatability_early(source: LengthSource, num_measured: int, *, report: ReportProgress, skips: bool) -> None:
     """
-    If many samples are not measured yet, encode a few of them three times, and compare the results.
+    If more than `REPEATED_FIRST_ABOVE` records are not measured yet, encode `REPEATED_SAMPLES` of
+    them three times, and compare the results.
 
     Args:
         source: All records.
         num_measured: Number of records at the start of the data that are already measured.
         report: Called with a progress message.
-        skips: Skip records that cannot become samples.
+        skips: Whether to skip records that cannot become samples.
 
     Raises:
         RecordError: A record cannot become a sample.
-        DataSetError: The second encoding of a record differs from the first.
+        DataSetError: Two encodings of a record differ.
     """
     missing = range(num_measured, len(source))
     if len(missing) <= REPEATED_FIRST_ABOVE:
@@ -177,8 +181,8 @@ def _spread_indices(indices: IntArray | range) -> list[int]:
 
 def _first_of_each_shape(stored: StoredRows) -> list[int]:
     """
-    Return the first sample with each number of media, each number of videos, and each size (width,
-    height) of media. Sizes between the same powers of two count as the same size.
+    Return the index of the first sample with each number of media, each number of videos, and each
+    size (width, height) of media. Sizes between the same powers of two count as the same size.
     """
     per_sample, samples = num_media(stored.table), sample_indices(stored.table)
     _, by_number = np.unique(per_sample[samples], return_index=True)

@@ -87,7 +87,8 @@ def plan_first_epoch(
         policy: Settings of planning.
         samples: Lengths and works of all records.
         recipe: Samples of each epoch; None plans all samples.
-        quick_bound: Compute a faster, looser lower bound, which is enough to compare plans.
+        quick_bound: Whether to compute a faster, looser lower bound, which is enough to compare
+            plans.
         report: Called with each progress message.
     """
     recipe = recipe or EpochRecipe()

@@ -125,10 +125,9 @@ def _alignment_text(split: PlannedSplit) -> str:
 
 def row_checksum(split: PlannedSplit, *, with_lengths: bool = False) -> str:
     """
-    Return a plan's checksum over ms-swift's row indices, which the plugin prints too.
+    Return a plan's checksum over ms-swift's row indices, which count only the rows that it keeps.
 
-    ms-swift's indices count only the rows that it keeps. The checksum covers packs and lengths of
-    samples.
+    With *with_lengths*, the checksum also covers the lengths of these rows, as the plugin's does.
     """
     kept = column(split.table, "bad") == 0
     packs = split.raw.with_indices(np.cumsum(kept) - 1).packs

@@ -1,9 +1,9 @@
 """
-Measurements of samples: loads stored measurements, measures missing ones, and audits all.
+Measurements of samples: loads stored measurements, measures missing ones, and audits some again.
 
 Records are measured by `split.source`, a `SwiftMeasurer` in a run. Lengths in a table
-(`custom.lengths`) are used instead of measuring. Records that cannot be encoded are counted, up to
-a share (`custom.max_bad_share`).
+(`custom.lengths`) are used instead of measuring. If a run allows records that cannot be encoded,
+`custom.max_bad_share` limits their share.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ _LOOKUP_BLOCK = 10_000
 
 
 _NAMED = 5
-"""Number of bad records that the log names; `packplan plan show --all` lists all."""
+"""Maximum number of bad records that a message names; `packplan plan show --all` lists all."""
 
 
 _SKIP_ADVICE = "custom.on_bad_record: skip leaves such records out; packplan plan show --all then lists them"
@@ -65,8 +65,9 @@ def measure(split: Split, report: ReportProgress) -> Table:
         report: Called with each progress message.
 
     Raises:
-        RecordError: A record cannot be encoded; earlier measurements are kept. DataSetError: Too
-            many records cannot be encoded, or an audit found a sample whose encodings differ.
+        RecordError: A record cannot be encoded; earlier measurements are kept.
+        DataSetError: Too many records cannot be encoded, or an audit found a sample whose encodings
+            differ.
         StaleError: The data, an image or the configuration has changed since the measurement.
     """
     name, source, total = split.name, split.source, len(split.source)
@@ -125,7 +126,7 @@ def _load_stored(split: Split, bad: BadRecords) -> StoredRows:
 
 def _measure_and_audit(split: Split, stored: StoredRows, bad: BadRecords, report: ReportProgress) -> Table:
     """
-    Measure missing records, audit all measurements, mark the store as complete, and return the
+    Measure missing records, audit the measurements, mark the store as complete, and return the
     table.
     """
     name, source = split.name, split.source
@@ -147,8 +148,8 @@ def _measure_missing(split: Split, stored: StoredRows, *, bad: BadRecords, repor
     measurements.
 
     Raises:
-        RecordError: A record cannot be encoded; earlier measurements are kept. ShortcutError: The
-            shortcut measures a sample differently from full encoding.
+        RecordError: A record cannot be encoded; earlier measurements are kept.
+        ShortcutError: The shortcut measures a sample differently from full encoding.
     """
     name, source, store, known = split.name, split.source, split.stores.lengths, split.known
     total = len(source)

@@ -69,7 +69,7 @@ class Ranks:
 
     def build_on_rank_zero(self, lock: Lock, make: Callable[[ReportProgress], Arrays]) -> Arrays:
         """
-        Run *build* on rank 0 and return its arrays on every rank; *lock* makes other jobs wait
+        Run *make* on rank 0, and return its arrays on every rank; *lock* makes other jobs wait
         meanwhile.
 
         Args:
@@ -114,8 +114,9 @@ def measure_and_plan(
             None, for a run from the beginning, allows any plan.
 
     Raises:
-        PackplanError: Any error of rank 0, on every rank; MismatchError if ranks hold
-            different plans; ArgumentError, before anything is stored, if there are no samples.
+        PackplanError: Any error of rank 0, raised on every rank.
+        MismatchError: Ranks have different plans or data.
+        ArgumentError: There are no samples; raised before anything is stored.
     """
     name, source = split.name, split.source
     if not len(source):

@@ -80,8 +80,8 @@ def prepare(
     Args:
         config: The run.
         group: All ranks.
-        may_leak: Accept an attention backend that might mix the samples of a pack, so that packed
-            and unpacked results can be compared.
+        may_leak: Whether to accept an attention backend that might mix the samples of a pack, so
+            that packed and unpacked results can be compared.
 
     Raises:
         PackplanError: A setting, the data or the model is refused, or a stored file is damaged.
@@ -124,7 +124,7 @@ def _schedule_packs(config: RunConfig, train: PlannedSplit, ranks: Ranks) -> Epo
 
     Raises:
         MismatchError: Ranks computed different works of the packs.
-        ArgumentError: An epoch has no packs.
+        ArgumentError: The number of ranks does not allow the batch size, or an epoch has no packs.
     """
     pack_works = train.pack_works
     # Ranks that counted other works would assign a step's packs in another way.
@@ -133,7 +133,7 @@ def _schedule_packs(config: RunConfig, train: PlannedSplit, ranks: Ranks) -> Epo
 
 
 def _log_plans(config: RunConfig, splits: list[PlannedSplit], schedule: EpochSchedule, attention: str) -> None:
-    """Log the plans, the step at which a resumed run starts, and how works were computed."""
+    """Log the plans; warn if nothing is left to train, or if the work is only estimated."""
     log_run(config, splits, schedule, attention=attention)
     if schedule.start.step >= schedule.total_steps:
         log_nothing_left(schedule.start.step, f"at {schedule.total_steps:,}")
