@@ -31,11 +31,12 @@ _DIGEST = "manifest_sha256"
 
 _REFUSED = re.compile(r"\(os error \d+\)|PytorchStreamWriter|inline_container")
 """
-Texts of write errors that are not an OSError, from Rust libraries and torch's ZIP writer.
+Pattern in texts of write errors that are not an OSError, from Rust libraries and torch's ZIP
+writer.
 """
 
 _NO_MEMORY = re.compile(r"out of memory|can(?:'t|not) allocate memory", re.IGNORECASE)
-"""Texts of out-of-memory errors of the operating system, torch and CUDA."""
+"""Pattern in texts of out-of-memory errors of the operating system, torch and CUDA."""
 
 _UNPUBLISHED = ".tmp"
 """Suffix of temporary files, which are renamed when they are complete."""

@@ -339,7 +339,7 @@ def config_digest(model: ModelConfig) -> str:
 
 def model_file_facts(folder: Path, *, patterns: Sequence[str] = ("config.json",)) -> dict[str, str]:
     """
-    Return a text with the size and digest of each matching file, keyed by `model.model NAME`.
+    Return the size and digest of each matching file as a text, keyed by `model.model NAME`.
 
     The result is empty if *folder* does not exist. Digests cover only a part of a weight file.
 

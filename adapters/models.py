@@ -28,8 +28,8 @@ Gradients = dict[str, torch.Tensor]
 
 _MAX_GROWTH = 1000.0
 """
-Largest ratio of the root mean square to that before the first step. Above this ratio, weights count
-as ruined.
+Largest ratio of the weights' root mean square to that before the first step. Above this ratio, the
+weights count as ruined.
 """
 
 _MIN_SIZE = 0.01

@@ -1,5 +1,5 @@
 """
-Starts processes that end when their parent ends, even if SIGKILL ends the parent.
+Starts processes that, on Linux, end when their parent ends, even if SIGKILL ends the parent.
 
 Each process that Packplan starts calls `end_with_parent` first: measuring processes, loader
 workers, ranks of a launcher, servers of engines, benchmarks. Rank 0's heartbeat does not call it,
@@ -124,7 +124,7 @@ def open_pool(workers: int, prepare: Callable[..., None], *arguments: Any) -> Pr
     Return a pool of forked processes that end when this process ends.
 
     The forked processes share this process's memory, such as half a gigabyte of libraries, and
-    start at once. Submit the first task within `hold_ctrl_c`, because that forks all processes.
+    start at once. The first task forks all of them, so submit it within `hold_ctrl_c`.
 
     Args:
         workers: Number of processes.

@@ -62,7 +62,7 @@ TYPES: Mapping[Any, str] = {
 """Name of each type, which is a key of `WORDS`."""
 
 _NEED = {"use_flash_ckpt": "dlrover", "use_liger_kernel": "liger_kernel"}
-"""Package that each of these settings needs."""
+"""For each setting that needs an additional package, the name of the package."""
 
 SETTINGS_FILES = ("accelerator_config", "deepspeed", "fsdp_config")
 """Keys of `training.` whose value is a section, or the path of a JSON file with that section."""

@@ -67,7 +67,7 @@ class StepTracer:
     _optimizer: Any = attrs.field(init=False)
 
     def __attrs_post_init__(self) -> None:
-        """Prepare the model as the trainer does before its first step, or raise ModelError."""
+        """Prepare the model as the trainer does before its first step; ModelError on failure."""
         trainer = self.trainer
         output = trainer.template.get_base_model(trainer.model).get_output_embeddings()
         width = 0 if output is None else output.weight.shape[0]

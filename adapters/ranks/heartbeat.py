@@ -66,7 +66,7 @@ def _run_heartbeat(receiver: Connection, store: Store, parent: int) -> None:
     os.closerange(receiver_number + 1, os.sysconf("SC_OPEN_MAX"))
     # If the store is gone, the waiting ranks notice it themselves.
     with contextlib.suppress(dist.DistError):
-        # By default it would search for a dead store for as long as a collective may take.
+        # By default, a call to a dead store would retry for as long as a collective may take.
         store.set_timeout(timedelta(seconds=10 * BEAT_S))
         own = store.clone()  # type: ignore[attr-defined]  # torch does not declare it
         for beat in itertools.count():

@@ -107,7 +107,8 @@ class TorchGroup:
 
         Raises:
             ConfigError: This machine has no GPU for this rank.
-            RunError: Another rank refuses the run, is missing or has ended.
+            RunError: Another rank refuses the run, or has ended.
+            RuntimeError: A rank has not connected after *timeout_s*.
         """
         cuda = torch.cuda.is_available() and not use_cpu
         device, devices = int(os.environ.get("LOCAL_RANK", "0")), torch.cuda.device_count() if cuda else 0
@@ -304,7 +305,8 @@ def join_launch(*, timeout_s: float = 1800.0, refusal: Exception | None = None) 
         The store of this launch, the rank, and the number of ranks.
 
     Raises:
-        RunError: Another rank refuses the run, or a rank is missing after *timeout_s*.
+        RunError: Another rank refuses the run, or has not joined this launch after *timeout_s*.
+        RuntimeError: A rank has not connected to the store after *timeout_s*.
     """
     if refusal is not None:
         log.warning("the run is refused, and the other ranks will raise this error too: %s", _error_text(refusal))

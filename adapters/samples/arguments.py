@@ -155,7 +155,7 @@ def swift_types(model: ModelConfig, template: TemplateConfig) -> tuple[str | Non
 
 
 def swift_model_type(model: ModelConfig) -> str | None:
-    """Return ms-swift's model type of a model; None means a text model, as in `swift_types`."""
+    """Return ms-swift's model type of a model; None if its registry has none for a text model."""
     types, _ = _candidate_types(model)
     if len(types) != 1:
         raise ConfigError("the model", (_choice_fault(model, "model.model_type", "model types", types),))

@@ -48,8 +48,8 @@ def open_records(
     Open the data files of a data set; their records are numbered in the order of *paths*.
 
     Args:
-        paths: Names of files, patterns of names (`data/*.parquet`), or folders written by
-            `datasets.save_to_disk`.
+        paths: Names of files, patterns of names (`data/*.parquet`), folders of Parquet or Arrow
+            files, or folders written by `datasets.save_to_disk`.
         max_line_bytes: Largest text of a record in bytes; a larger record is refused when it is
             read. None accepts any size.
         cache: Folder for copies of files that cannot be read in random order; None refuses such

@@ -158,7 +158,7 @@ class FileRecords:
 
         Args:
             count: Number of records.
-            without: Indices of bad records.
+            without: Indices of bad records, which are left out.
         """
         sha256, folder = hashlib.sha256(), ""
         with progress(total=count, desc="hashing the data", unit=" records", leave=False, delay=BRIEF_S) as bar:

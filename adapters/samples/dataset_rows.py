@@ -78,7 +78,7 @@ class DatasetRowsFile(RecordFile):
         return digest_record(self[row])
 
     def location(self, row: int) -> RecordLocation:
-        """Return the number, from 1, of the data set row that sequence *row* belongs to."""
+        """Return the data set and the number, from 1, of the row that sequence *row* belongs to."""
         return RecordLocation(self.name, row // self.sequences_per_row + 1, self.unit)
 
     def save_digests(self) -> None:

@@ -181,7 +181,7 @@ class SwiftEncoder:
 
     @cached_property
     def _reference(self) -> Template:
-        """Unchanged template of `swift sft` for comparisons; it does not truncate."""
+        """Template of `swift sft` for comparisons, unchanged since it was opened; no truncation."""
         whole = attrs.evolve(self.config.template, truncation_strategy=None)
         return open_template(self.config.model, whole, packing_length=0, processor=self.template.processor)
 

@@ -61,7 +61,7 @@ _TRIED = 16
 """Number of samples in a batch while this process estimates whether a pool would be faster."""
 
 _AHEAD = 4
-"""Number of blocks for each process that are queued ahead."""
+"""Largest number of blocks that are queued ahead for each process."""
 
 _LOADER_TIMEOUT_S = 600.0
 """Seconds after which a DataLoader worker that has returned no sample counts as stuck."""
@@ -106,8 +106,8 @@ class SwiftMeasurer:
 
         Args:
             encoder: Encoder of the samples.
-            workers: Number of processes that measure, limited to the number of cores. With 1, the
-                calling process measures.
+            workers: Largest number of processes that measure at once, limited to the number of
+                cores. With 1, the calling process measures.
             join_cluster: Function that joins a cluster, which then measures in place of local
                 processes. The function's argument says whether each sample is encoded in full. None
                 measures on this machine.

@@ -240,7 +240,7 @@ def _read_container(path: str, max_seconds: float) -> VideoFacts:
 
 @attrs.frozen
 class _Container:
-    """Open video file; `read` returns its facts."""
+    """Video file that has been opened; `read` returns its facts."""
 
     path: str
     opened: Any

@@ -30,8 +30,8 @@ class Prompts:
     model, the item also has the record's `images`.
 
     Reward functions get all keys except `prompt` as arguments. If a TRL record has a `prompt` but
-    no answer, its messages are used unchanged, or its text as one user message, and `answer` is
-    empty.
+    no answer, the prompt's messages are used unchanged, or its text as one user message, and
+    `answer` is empty.
     """
 
     def __init__(self, records: FileRecords, custom: CustomConfig, *, system: str | None, sees: bool) -> None:

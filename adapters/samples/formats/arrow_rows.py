@@ -16,7 +16,10 @@ from packplan.core.errors import DataSetError
 from packplan.core.samples.identity import digest_record, digest_unreadable
 
 MAX_UNPACKED = 2**26
-"""Bytes that opening Arrow files may allocate; compressed files need more, and are refused."""
+"""
+Largest number of bytes that opening Arrow files may allocate; compressed files need more, and are
+refused.
+"""
 
 MOST_HELD = 2**25
 """Number of bytes read from a mapped file after which its pages are released."""

@@ -127,7 +127,7 @@ class RecordFile:
     Records of one file, by row; each format has a subclass that finds and reads the records.
 
     Attributes:
-        name: Name of the file in messages, as the user wrote it.
+        name: Name of the file in messages: its path, or the URL that it was downloaded from.
         folder: Folder that relative media paths of the records start at.
         copy: Path of the copy that is read in place of the file; None if the file itself is read.
         unit: Word for a row in messages, `row` or `line`.
