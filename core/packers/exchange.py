@@ -32,8 +32,8 @@ Smallest and largest limit of the number of draws of parts. To level work, the l
 
 _DRAWS = 150
 """
-Dividend of the limit of draws: packs of n samples on average get at most this number divided by n,
-clipped to the range of `_CYCLES`.
+This number, divided by the mean number of samples in a pack and limited to the range of `_CYCLES`,
+is the maximum number of draws to level work.
 """
 
 _ROUNDS_OF_A_CYCLE = (4, 16)

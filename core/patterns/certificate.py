@@ -141,7 +141,7 @@ class Certificate:
     """Best packing that the search found; None without a search."""
 
     patterns: list[Pattern]
-    """Patterns of the linear relaxation; empty if the relaxation was not needed."""
+    """Patterns of the linear relaxation; empty if the relaxation was not tried."""
 
     kind: BoundKind
 

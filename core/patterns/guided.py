@@ -102,8 +102,8 @@ def fill_slots(tally: LengthCounts, *, capacity: int, bins: Iterable[tuple[list[
 
 class _BinFiller:
     """
-    Bins that are filled with real samples following the slots of a program, and the samples that
-    are left.
+    Bins filled with real samples, slot by slot as a program plans them, and the samples that are
+    left.
     """
 
     def __init__(self, tally: LengthCounts, capacity: int) -> None:

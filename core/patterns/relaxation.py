@@ -184,7 +184,9 @@ class SolvedKnapsack:
         return int(self.worth[-1])
 
     def worth_with_each_size(self) -> IntArray:
-        """Return each size's highest price of a pattern that contains it; shape (num_sizes,)."""
+        """
+        Return, for each size, the highest price of a pattern that contains it; shape (num_sizes,).
+        """
         worth: IntArray = self.prices + self.worth[self.worth.size - 1 - self.sizes]
         return worth
 

@@ -66,7 +66,7 @@ DAMAGED_STATE_REMEDY = "name another checkpoint"
 
 @attrs.frozen
 class EpochSegment:
-    """Part of an epoch that was trained without a change of the ranks or of how they are filled."""
+    """Part of an epoch that was trained by the same number of ranks, filled in the same way."""
 
     world_size: int
     dataloader_drop_last: bool
@@ -100,7 +100,10 @@ class Progress:
     """Number of optimizer steps done so far in the epoch of the next step."""
 
     segments: tuple[EpochSegment, ...] = ()
-    """Segments so far of the next step's epoch, the last one in progress; empty at its start."""
+    """
+    Segments so far of the epoch of the next step, the last one in progress; empty at the start of
+    the epoch.
+    """
 
     def __attrs_post_init__(self) -> None:
         consumed = sum(segment.pack_offset // segment.world_size for segment in self.segments)

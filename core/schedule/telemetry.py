@@ -185,8 +185,8 @@ class EpochStats:
         """
         Return the imbalance of work if ranks wait for each other in each microbatch.
 
-        The work of the busiest rank in each microbatch of steps *start* to *stop* - 1 is summed,
-        and divided by the sum of the mean work of all ranks.
+        The work of the busiest rank is summed over the microbatches of steps *start* to *stop* - 1,
+        and divided by the sum of the ranks' mean work over the same microbatches.
         """
         batches = _sum_rows(self._pack_works(start, stop), self.batch_size)
         return float(batches.max(axis=1).sum() / batches.mean(axis=1).sum())

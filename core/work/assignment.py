@@ -159,7 +159,7 @@ def _gather_works(steps: IntArray, held: IntArray) -> IntArray:
 def _assign_heaviest_first(steps: IntArray, falling: IntArray) -> IntArray:
     """
     Assign packs by descending work, in rows of one pack for each rank. The heaviest pack of a row
-    goes to the rank with the least work so far.
+    goes to the rank with the least work so far, the next one to the rank with the next least.
 
     Args:
         steps: Work of each pack; shape (num_steps, packs of a step).
@@ -182,9 +182,9 @@ def _assign_heaviest_first(steps: IntArray, falling: IntArray) -> IntArray:
 
 def _assign_shared_first(steps: IntArray, degrees: IntArray, falling: IntArray) -> IntArray:
     """
-    Assign packs by descending degree, then by descending work, each to the ranks with the least
-    work that have room. The ranks that share a pack have equally many packs before it, so all its
-    slots are in one microbatch.
+    Assign packs by descending degree, then by descending work. Each pack goes to the ranks with the
+    least work among those with room. The ranks that share a pack have equally many packs before it,
+    so all its slots are in one microbatch.
 
     Args:
         steps: Work of one rank on each slot; shape (num_steps, slots of a step).
@@ -251,8 +251,8 @@ def _sets_to_exchange(packs_of_rank: int) -> list[NDArray[np.int64]]:
 
 def _exchange(held: IntArray, active: IntArray, works: IntArray, *, swaps: NDArray[np.int64], number: int) -> IntArray:
     """
-    Exchange packs of each busy rank with packs of an idle rank, by the exchange that evens out
-    their work best. Return the changed steps, as indices of *active*.
+    Exchange packs of each busy rank with packs of an idle rank, if that evens out their work, by
+    the exchange that does so best. Return the changed steps, as indices of *active*.
 
     Args:
         held: Column indices of the packs of each rank; shape (num_steps, world_size, packs of a

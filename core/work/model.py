@@ -77,7 +77,7 @@ class WorkModel:
 
     @classmethod
     def from_config_or_estimated(cls, config: Sizes) -> tuple[WorkModel, str | None]:
-        """Return the work model of a config.json, and the reason if it is only estimated."""
+        """Return the work model of a config.json, and the reason if it is an estimate, or None."""
         try:
             return cls.from_config(config), None
         except ModelError as error:
@@ -106,7 +106,7 @@ class WorkModel:
 
     def trained(self, *, text: bool = True, vision: bool = True, vision_gradients: bool = True) -> WorkModel:
         """
-        Return the work of a forward and backward pass, from the work of the forward pass.
+        Return the work model of a forward and backward pass, given that of the forward pass.
 
         A backward pass takes as many FLOPs as the forward pass for the gradients of a layer's
         inputs, and as many again for the gradients of trained weights. Attention has no weights;
