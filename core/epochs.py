@@ -30,7 +30,7 @@ class EpochRecipe:
     """Mixes and seed, which decide the samples of each epoch."""
 
     mixes: Mixes | None = None
-    """Mix that each epoch draws its samples from; None trains all samples in every epoch."""
+    """Mixes from which the epochs draw their samples. If None, every epoch has all samples."""
 
     seed: int = 0
     """Seed of the random draws, from 0."""
@@ -141,8 +141,8 @@ def epoch_selection(recipe: EpochRecipe, policy: PlanPolicy, records: RecordLeng
 
     An index is repeated if the record is drawn more than once.
 
-    A mix never draws long samples that the policy skips, since that would change the shares of the
-    mix's sources.
+    A mix never draws long samples that the policy skips: drawn and then skipped, they would change
+    the shares of the mix's sources.
 
     Args:
         recipe: Mixes and seed that decide the samples of each epoch.
@@ -188,11 +188,11 @@ def plan_epoch(
         policy: Settings that decide the plan.
         records: Lengths and work of all records.
         epoch: Number of the epoch, from 0.
-        quick_bound: Compute a lower bound without a search.
+        quick_bound: Whether to compute the lower bound without a search.
         report: Called with a progress message.
 
     Raises:
-        ArgumentError: No pack is left after the fill filter.
+        ArgumentError: No pack is left.
     """
     chosen = epoch_selection(recipe, policy, records, epoch)
     is_all = recipe.mixes is None and chosen.size == records.lengths.size
@@ -205,7 +205,7 @@ def plan_epoch(
 
 def record_epoch(planned: EpochPlan, records: RecordLengths) -> EpochRecord:
     """
-    Return the record of an epoch's plan, which is stored: its figures and its checksum.
+    Return the figures and the checksum of an epoch's plan, in the form that is stored.
 
     Args:
         planned: Plan of the epoch.

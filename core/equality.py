@@ -354,7 +354,10 @@ class PackingVerdict:
     """Strategy that passed; None if no strategy passed."""
 
     attention: str
-    """Attention of a packed run, or of the last trial if no trial passed."""
+    """
+    Attention of a packed run. If no trial passed, the attention of the trial with the best result,
+    or the configured attention if nothing could be measured.
+    """
 
     native: str
     """Attention of transformers that computed single samples."""
@@ -368,7 +371,10 @@ class PackingVerdict:
     """Whether the model receives the sample boundaries of its row."""
 
     measured: ProbeResult | None
-    """Best result of all trials; None if nothing could be measured."""
+    """
+    Result of the trial that passed, else the best result of all trials. None if nothing could be
+    measured.
+    """
 
     reason: str
     """Clause that gives the reason for the verdict."""
@@ -385,7 +391,7 @@ class PackingVerdict:
 
     @property
     def passes(self) -> bool:
-        """Whether the model may pack."""
+        """Whether samples may share packs."""
         return self.strategy is not None
 
     def __str__(self) -> str:
@@ -440,7 +446,7 @@ class AttentionChoice:
     leak: str | None = None
     """
     Clause that says why samples must not share packs with this attention on this machine. None if
-    samples may share packs, or if the model was not probed.
+    samples may share packs, or if the model was not probed and no other reason is known.
     """
 
     @property
@@ -456,7 +462,7 @@ def choose_attention(
     attn_impl: str, verdict: PackingVerdict | None, *, flash_installed: bool = True, on_cpu: bool = False
 ) -> AttentionChoice:
     """
-    Return the attention of a run. If samples must not share packs, its `leak` gives the reason.
+    Return the attention of a run. Its `leak` gives the reason if samples must not share packs.
 
     Args:
         attn_impl: Value of `attn_impl`.

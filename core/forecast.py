@@ -46,8 +46,8 @@ _QUANTILES = (1.0, 0.0, 0.5, 0.75, 0.25)
 
 _WINDOW = 8
 """
-Divisor of the number of packs. A measured step chooses at most this share of all packs, or a single
-pack: neighbours in the order of work. The step may contain a pack several times.
+Divisor of the number of packs. A measured step of similar packs has at most an eighth of all packs,
+neighbours in the order of work, but at least one pack. The step may contain a pack several times.
 """
 
 _PREFIXES = {"": 0, "K": 1, "M": 2, "G": 3, "T": 4}
@@ -174,7 +174,7 @@ def forecast_run(
         trained: Statistics of the first epoch.
         schedule: Schedule of the run from its first step.
         flops: Work of each sample in FLOPs.
-        evaluated: FLOPs of the evaluation; None without an evaluation.
+        evaluated: FLOPs of training on the packs of the evaluation; None without an evaluation.
         every: Optimizer steps between two evaluations, and between two checkpoints; 0 for none.
         evaluates_first: Whether there is an evaluation before the first step.
     """
@@ -625,8 +625,8 @@ def longest_fit(peak_at: Callable[[int], int], *, start: int, limit: int, most: 
     Search for the longest packing length whose peak memory fits.
 
     Memory is nearly linear in tokens. A line through the peaks of two lengths therefore gives a
-    third length, which is then traced too, and once more a fourth. The longest traced length whose
-    peak fits is returned.
+    third length to trace, and then perhaps a fourth. The longest traced length whose peak fits is
+    returned.
 
     Args:
         peak_at: Function that returns the peak of a step in bytes, given the tokens of a full pack.

@@ -310,7 +310,7 @@ def describe_training(
     plan: RawPlan, lengths: Lengths, schedule: EpochSchedule, *, packed: bool = True, unit: str = "rank"
 ) -> dict[str, str]:
     """
-    Return a table of the samples that a schedule trains and of those left out: row name -> text.
+    Return a table of the data, the packs, the steps and what is left out: row name -> text.
 
     Args:
         plan: Plan of samples with these lengths, or the plan of one epoch if each epoch has its

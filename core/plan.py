@@ -161,10 +161,10 @@ def build_raw_plan(
         works: Work of each sample in any unit, >= 0, for algorithms that pack by work (`balanced`).
             None derives the work from the lengths.
         images: Number of images of each sample; needed if the policy has `max_images`.
-        quick_bound: Compute a lower bound without a search, for plans that are only compared. If
-            false, a search computes the bound. Its limit of steps grows with the number of samples;
-            `certified` without `max_images` has no such limit. The packs are the same in both
-            cases.
+        quick_bound: Whether to compute the lower bound without a search, for plans that are only
+            compared. If false, a search computes the bound. Its limit of steps grows with the
+            number of samples; `certified` without `max_images` has no such limit. The packs are the
+            same in both cases.
         report: Called with a progress message.
         fields: Fields of `PlanPolicy` that replace the same fields of *policy*, such as
             `packing_length`, `algorithm` or `min_fill_ratio`.

@@ -64,7 +64,7 @@ class PlanPolicy:
     (`core.config.keys`).
 
     Raises:
-        ArgumentError: A field has an invalid value. The message names it.
+        ArgumentError: A field has an invalid value. The message names the field.
 
     >>> PlanPolicy(packing_length=4096, min_fill_ratio=0.55).min_fill_ratio
     '0.55'

@@ -43,7 +43,7 @@ class StreamOptions:
     """
 
     packing_buffer: int = 512
-    """Minimum number of samples that are packed together. Fewer are left at the end of a reader."""
+    """Minimum number of samples that are packed together, except at the end of a reader."""
 
     min_fill_ratio: Fraction = attrs.field(default=Fraction(65, 100), converter=_exact_ratio)
     """Share of the packing length from which a pack counts as full enough, as an exact decimal."""

@@ -183,7 +183,8 @@ def plan(
             itself. If false, such samples are skipped.
         refuse_longer: Whether a sample of more than *packing_length* tokens is an error.
         drop_last: Whether packs that are filled below *min_fill_ratio* are dropped.
-        min_fill_ratio: Share of *packing_length*, from 0 to 1; 0 drops no pack.
+        min_fill_ratio: Share of *packing_length* from which a pack is full enough, from 0 to 1; 0
+            drops no pack.
         max_dropped_share: Largest share of all tokens, from 0 to 1, that may be lost in several
             dropped packs. A single dropped pack is always allowed.
         packing: Whether samples share packs; otherwise each sample is a pack by itself.

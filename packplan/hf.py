@@ -3,7 +3,7 @@ Packing in trainers of transformers and TRL, and in your own training loops: `do
 
     from packplan.hf import balance, unpad, use_plan
 
-    unpad(trainer.model)  # any trainer of padded batches computes no padding
+    unpad(trainer.model)  # any trainer of padded batches: the model computes no padding
     balance(trainer, max_tokens=8192)  # GRPO and RLOO: microbatches are cut by tokens, not by rows
     schedule = use_plan(trainer, 4096)  # or: the trainer trains planned packs of 4,096 tokens
 

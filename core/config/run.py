@@ -367,15 +367,16 @@ class TrainingConfig:
 
     packing_buffer: int = key(512, neither=_STREAMS, check=at_least(1))
     """
-    Samples that are packed together if `packing_mode` is `dynamic`. Static packing refuses any
-    value but the default.
+    Minimum samples that are packed together if `packing_mode` is `dynamic`, except at the end of an
+    epoch. Static packing refuses any value but the default.
     """
 
     packing_balance: Literal["auto", "step", "microbatch", "none"] = key("auto", neither=TRAINS, stream="refused")
     """
     How a step's packs are assigned to ranks. `step`: equal work over the step. `microbatch`: equal
     work in each microbatch, after which ranks wait for each other (FSDP, DeepSpeed from stage 2
-    on). `auto`: `microbatch` if ranks wait so often, else `step`. `none`: the order of the epoch.
+    on). `auto`: `microbatch` if ranks wait after each microbatch, else `step`. `none`: in the order
+    of the epoch.
     """
 
     packing_min_fill_ratio: Decimal = key(Decimal("0.65"), plan=True, check=from_0_to_1)
@@ -446,7 +447,7 @@ class TrainingConfig:
     per_device_train_batch_size: int = key(1, neither=TRAINS, check=at_least(1))
     """
     Samples in a padded batch on each rank. Packing sets this key to 1 and accumulates more batches,
-    so a step has as many packs as it would have samples.
+    so that a step has as many packs as it would have samples without packing.
     """
 
     gradient_accumulation_steps: int | None = key(None, neither=TRAINS, check=at_least(1))
@@ -489,12 +490,13 @@ class TrainingConfig:
     max_steps: int = key(
         -1, neither=TRAINS, check=must(lambda steps: steps == -1 or steps >= 1, "at least 1, or -1 for no limit")
     )
-    """Optimizer steps in total, in place of `num_train_epochs`. -1 sets no limit."""
+    """Optimizer steps in total, in place of `num_train_epochs`. With -1, the epochs decide."""
 
     loss_reduction: Literal["token", "sample", "sqrt"] = key("token", neither=TRAINS)
     """
-    Unit of equal weight in a step's loss over all ranks. `sqrt` weights a sample by the square root
-    of its supervised tokens.
+    Weights in a step's loss over all ranks. `token`: all supervised tokens have equal weight.
+    `sample`: all samples have equal weight. `sqrt`: the weight of a sample is the square root of
+    its number of supervised tokens.
     """
 
     seed: int = key(42, plan=True, check=valid_seed)
@@ -576,7 +578,7 @@ class RunConfig:
     training: TrainingConfig
 
     global_max_length: int | None = key(None, lengths="otherwise", plan=True, check=at_least(1))
-    """Number of tokens for `template.max_length` and `model.max_model_len` if these are unset."""
+    """Maximum tokens in a pack, if `template.max_length` is unset."""
 
     source: str = attrs.field(default="", eq=False, metadata=key_metadata(set_by_command=True))
     """Name of the YAML, for messages. Empty for a run without a YAML."""
