@@ -55,7 +55,8 @@ def set_attention(model: Any, attention: AttentionChoice) -> None:
     Make a model use varlen attention, keep its current row, and run some layers sample by sample,
     each only if *attention* requires it.
 
-    The name of an attention of transformers is set when the model is loaded, not by this function.
+    If *attention* is one of transformers', its name is set when the model is loaded, not by this
+    function.
 
     Args:
         model: Model of transformers.

@@ -99,8 +99,8 @@ class RowGroups:
 
     packing_length: int | None = None
     """
-    Maximum number of tokens of a row that one rank computes alone. A longer row is shared by 2, 4,
-    8, … ranks: as few as give each rank at most so many tokens, but at most the largest group. None
+    Maximum number of tokens of a row that one rank computes alone. A longer row is shared by as few
+    ranks (2, 4, 8, …) as give each rank at most this number, or else by the largest group. None
     makes the largest group share every row.
     """
 
@@ -173,14 +173,16 @@ def share_rows(model: Any, groups: RowGroups, *, logits: bool = False) -> None:
     function.
 
     The model has to use Packplan's own attention (`set_attention`, `unpad`). All ranks of a group
-    have to call the model with the same row. Every rank gets the losses, logits and hidden states
-    of the whole row. The row's gradient is the mean of the gradients of the ranks that share it.
+    have to call the model with the same row. Every rank gets the loss of the whole row, and its
+    logits and hidden states too unless *logits* leaves them out. The row's gradient is the mean of
+    the gradients of the ranks that share it.
 
     Args:
         model: Model of transformers, perhaps with adapters.
         groups: Groups of ranks that share rows.
-        logits: Whether calls with labels return logits too. If False, a model with transformers'
-            causal loss returns None as logits, and no rank computes the logits of the whole row.
+        logits: Whether calls with labels return logits too. If False, a call with transformers'
+            causal loss returns None as logits and only this rank's part of hidden states, and no
+            rank computes the logits of the whole row.
 
     Raises:
         MismatchError: A later call of the model raises this error if ranks of a group pass

@@ -49,8 +49,8 @@ log = logging.getLogger(__name__)
 
 LENGTHS = (33, 3, LONGEST, 51)
 """
-Number of tokens of each sample that the probe packs, above and below the lengths of windows and
-kernels.
+Number of tokens of each sample that the probe packs. Some samples are longer than the windows of
+the copy, and one is shorter than usual convolution kernels.
 """
 
 _ROUNDS = 4
@@ -288,8 +288,8 @@ def split_state_layers(model: Any, row: ProbeRow) -> tuple[str, ...]:
 
 def _class_to_split(model: Any, name: str, found: set[str]) -> str | None:
     """
-    Return the class name of the innermost module around *name* whose class is neither from torch
-    nor in *found*. Return None if that module is a model.
+    Return the class name of the module *name*, or of the innermost module around it, whose class is
+    neither from torch nor in *found*. Return None if that module is a model.
     """
     module = model.get_submodule(name)
     while type(module).__module__.startswith("torch.") or type(module).__name__ in found:

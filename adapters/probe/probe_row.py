@@ -49,8 +49,8 @@ _IDS = 2000
 
 _GRIDS = ((1, 12, 20), (1, 4, 4), (1, 16, 12))
 """
-Numbers of frames, rows and columns of patches of each image, above and below the size of vision
-towers' windows.
+Numbers of frames, rows and columns of patches of each image. Some images are larger and one is
+smaller than the windows of vision towers.
 """
 
 

@@ -348,7 +348,7 @@ def experts_may_differ(model: torch.nn.Module) -> bool:
 
 
 def _count_layers(model: torch.nn.Module) -> int:
-    """Return the number of layers from the configuration, else from the longest list of modules."""
+    """Return the number of layers of the configuration, else of the longest list of modules."""
     config: Any = getattr(model, "config", None)
     text = config.get_text_config() if hasattr(config, "get_text_config") else config
     lists = (len(one) for one in model.modules() if isinstance(one, torch.nn.ModuleList))

@@ -44,8 +44,8 @@ log = logging.getLogger(__name__)
 
 _NUMBERS = count()
 """
-Counter of `FirstCalls` in this process, which agrees between ranks, since all hook models in the
-same order.
+Counter of `FirstCalls` in this process, which agrees between ranks, since all ranks hook
+models in the same order.
 """
 
 _MODELS = count()

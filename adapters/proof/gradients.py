@@ -118,7 +118,8 @@ class WatchedPass:
 
     def logit_dependences(self, logits: torch.Tensor, readers: Iterable[int] | None = None) -> Iterator[Dependence]:
         """
-        Yield, for each reader, the dependence of its logits on the other sample that matters most.
+        Yield a `Dependence` for each reader: of its logits on the other sample with the largest
+        gradient.
 
         Args:
             logits: Logits of the rows, which the pass has computed.
@@ -137,8 +138,8 @@ class WatchedPass:
 
     def dependences(self, result: TensorNode, readers: Iterable[int] | None = None) -> Iterator[Dependence]:
         """
-        Yield, for each reader, the dependence of its part of a result on the other sample that
-        matters most.
+        Yield a `Dependence` for each reader: of its part of a result on the other sample with the
+        largest gradient.
 
         Args:
             result: Tensor of the pass.

@@ -56,7 +56,7 @@ them.
 
 
 _MAX_EVAL_PACKS = 8
-"""Maximum number of batches that each rank evaluates."""
+"""Maximum number of batches that each rank evaluates to time an evaluation."""
 
 
 def config_to_trace(config: RunConfig) -> RunConfig:

@@ -134,8 +134,8 @@ def probe_loaded_model(
 
 def _choose_attention(config: RunConfig, verdict: PackingVerdict | None, *, on_cpu: bool) -> AttentionChoice:
     """
-    Return a run's attention backend, chosen by *verdict* if given; ModelError if it refuses
-    `varlen`.
+    Return a run's attention backend, chosen by *verdict* if given; ModelError if the run sets
+    `varlen`, and the verdict does not allow it.
     """
     flash_installed = find_spec("flash_attn") is not None
     return choose_attention(config.model.attn_impl, verdict, flash_installed=flash_installed, on_cpu=on_cpu)

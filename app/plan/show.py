@@ -115,7 +115,7 @@ def schedule_summary(opened: StoredSplit) -> ScheduleSummary:
 
 
 def source_summaries(opened: StoredSplit) -> tuple[SourceSummary, ...]:
-    """Return the plan's figures for each source; empty if some records are not measured."""
+    """Return the plan's figures for each source; empty if no data files are stored with lengths."""
     files, rows = opened.lengths.origin.files, opened.lengths.rows
     return summarise_sources(opened.split.raw, rows.table, files, media=rows.media) if files else ()
 

@@ -241,7 +241,7 @@ def yield_refusals(
 def yield_stale_inputs(config: RunConfig, lengths: StoredLengths) -> Iterator[str]:
     """
     Yield a line for each setting that differs from the setting of the stored lengths. Changes of
-    the data or the model are not found, only by `verify`.
+    the data or the model are not found here; `packplan plan verify` finds them.
     """
     inputs = lengths.origin.key.inputs
     asked = config_length_inputs(config)

@@ -46,8 +46,8 @@ REPEATED_EPOCH = 1
 
 REPEATED_FIRST_ABOVE = 64
 """
-If more samples than this have no measurement, a few samples are encoded several times before all
-others are measured.
+If more records than this have no measurement, up to `REPEATED_SAMPLES` of them are encoded three
+times before all are measured.
 """
 
 COMPARED_TOKENS = 16_000

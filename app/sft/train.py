@@ -191,7 +191,7 @@ def log_termination(trainer: CheckedTrainer, end: str) -> None:
 
 def log_outcome(config: RunConfig, trainer: CheckedTrainer) -> None:
     """
-    Log the end of a run: its steps, the folders of model and metrics, and how to load the model.
+    Log the end of a run: its steps, the model's folder, the log file, and how to load the model.
 
     These lines are shown only on rank 0.
     """
