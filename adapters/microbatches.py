@@ -290,7 +290,7 @@ class ShardedData:
     mode: Mode
 
     multiple: int
-    """Multiple to which each sequence of a packed row is padded, in tokens."""
+    """Each sequence of a packed row is padded to a multiple of this number of tokens."""
 
     global_batches: tuple[ShardBatch, ...]
 
@@ -413,7 +413,7 @@ def pack_row(batch: BatchedData, *, multiple: int, row_length: int | None = None
 
     Args:
         batch: Batch of at least one sequence.
-        multiple: Multiple to which each sequence is padded, in tokens.
+        multiple: Each sequence is padded to a multiple of this number of tokens.
         row_length: Number of positions to which the row is padded at its end; None adds none.
             Pipeline stages need rows of one length, since they exchange buffers of one shape.
 

@@ -111,7 +111,7 @@ def root_mean_square(weights: Iterable[torch.Tensor], *, device: torch.device | 
 
     Args:
         weights: Weights of the model, or this rank's part of them.
-        device: Device for the sum over all ranks, in which case every rank has to call this
+        device: Device for the sum over all ranks; if it is given, every rank has to call this
             function. None sums over this rank alone.
     """
     squares, number = _sum_of_squares((one for one in weights if one.requires_grad), device=device)

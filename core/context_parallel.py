@@ -46,7 +46,7 @@ def cu_seqlens(lengths: Lengths, *, pad_to_multiple_of: int = 1) -> list[int]:
 
     Args:
         lengths: Tokens of each sequence, >= 1.
-        pad_to_multiple_of: Multiple to which each sequence is padded, >= 1.
+        pad_to_multiple_of: Each sequence is padded to a multiple of this number of tokens, >= 1.
 
     >>> cu_seqlens([8, 5, 7]), cu_seqlens([8, 5, 7], pad_to_multiple_of=4)
     ([0, 8, 13, 20], [0, 8, 16, 24])

@@ -108,7 +108,7 @@ def balance(
         padded: Whether padding counts: the tokens of a microbatch are then its number of rows times
             the length of its longest row. Set *padded* for models without `unpad`.
         algorithm: Packing algorithm, a name in `core.packers.ALGORITHMS`; not used if *padded*.
-        length_multiple: Multiple to which the tokens of each row are rounded up when counted.
+        length_multiple: The tokens of each row are counted up to a multiple of this number.
         move_rows: Whether rows may move between ranks.
 
     Raises:

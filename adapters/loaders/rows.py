@@ -8,8 +8,8 @@ own.
 Labels of a row are not changed. Without labels, each token is its own label, unless a mask of TRL
 excludes it from the loss. `read_row` refuses a row that is padded or not one sample.
 
-In preference data, a sample is a pair of a chosen and a rejected answer, or a row with one answer.
-From n pairs, TRL's collator makes 2 n rows, the chosen answers first.
+In preference data, a sample has a chosen and a rejected answer (a pair), or a single answer (KTO).
+For n pairs, TRL's collator makes a batch of 2 n rows, the chosen answers first.
 
 `RowSource` reads each row once before training, a few rows at a time, and returns `RowFacts` with
 the digests of all rows. A row that is read again in training has to have the same digest.

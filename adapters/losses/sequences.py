@@ -59,7 +59,7 @@ class SequenceLoss(Protocol):
         self, logits: torch.Tensor, data: Mapping[str, Any], *, num_sequences: float, num_tokens: float
     ) -> tuple[torch.Tensor, Metrics]:
         """
-        Return the loss, a scalar tensor, and metrics by name.
+        Return the loss (a scalar tensor) and the metrics by name.
 
         Args:
             logits: Logits of shape (batch, length, vocabulary).

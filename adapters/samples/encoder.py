@@ -316,7 +316,10 @@ class SwiftEncoder:
             self.read_sample(index)
 
     def _refuse_unsupported(self, index: int, sample: dict[str, Any]) -> None:
-        """Raise RecordError for media, tools or weights that the template or machine cannot use."""
+        """
+        Raise RecordError for media or tools that the template or this machine cannot read, and for
+        a `loss` key that `template.loss_scale: all` would ignore.
+        """
         name = self.template.template_meta.template_type
         for kind in ("images", "videos"):
             if kind in sample and not self.takes_images:

@@ -1,5 +1,6 @@
 """
-Samples and decodes video frames with qwen_vl_utils and decord, by the YAML's section `template`.
+Chooses and decodes video frames with qwen_vl_utils and decord. The YAML's section `template` sets
+which frames.
 
 decord 0.6 fails on videos whose container rotates them by a quarter turn. Such videos are read with
 PyAV, at the same frame indices. If qwen_vl_utils uses another reader, such as an installed

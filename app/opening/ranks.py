@@ -111,7 +111,7 @@ def read_settings_files(config: RunConfig) -> dict[str, Any]:
         mixes = load_mixes(config.custom.fusion_config)
 
         def replace_file(_: object, field: Any, value: object) -> object:
-            """Return a data file's index in the mix for its path, and any other value unchanged."""
+            """Replace a data file's path by its index in `mixes.files`; keep any other value."""
             return mixes.files.index(str(value)) if field is not None and field.name == "jsonl" else value
 
         found["custom.fusion_config"] = {

@@ -408,8 +408,9 @@ class TrainingConfig:
 
     packing_wait_timeout_s: float = key(7200.0, neither=_MEASURES, check=at_least(0), stream="evaluation")
     """
-    Maximum seconds that the other ranks wait for rank 0, and that rank 0 waits for other jobs that
-    write to its folders, or for a block that Ray measures. 0 sets no limit.
+    Maximum seconds of a wait: of the other ranks for rank 0, of rank 0 for another job that writes
+    to the run's folders, and of rank 0 for a block of samples that is measured on Ray. 0 sets no
+    limit.
     """
 
     packing_lengths_from: PathText | None = key(

@@ -230,14 +230,14 @@ class StreamTrainer(CheckedTrainer):
         return StreamTotals(StreamCounts(*summed), trained)
 
     def _readers(self) -> tuple[ReaderState, ...]:
-        """Return the progress of this rank's readers in the current epoch, after the last pack."""
+        """Return how far this rank's readers are in the current epoch, as of the latest pack."""
         readers = [*self.train_dataset.start.readers] or [ReaderState()] * max(1, self.args.dataloader_num_workers)
         for one in self._served:
             readers[one.reader] = one.state
         return tuple(readers)
 
     def _epoch_counts(self) -> StreamCounts:
-        """Return the counts of this rank's samples in the current epoch, after the last pack."""
+        """Return the counts of this rank's samples in the current epoch, as of the latest pack."""
         counts = sum((reader.counts for reader in self._readers()), StreamCounts())
         for lengths in self._left_over:
             counts = counts.with_pack_dropped(lengths, self.options)
