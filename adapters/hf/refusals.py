@@ -97,7 +97,7 @@ def changed_meanings(args: Any, plan: Plan, schedule: EpochSchedule) -> Iterator
         yield text
     rows, steps = args.per_device_train_batch_size, schedule.total_steps
     if rows > 1:
-        yield f"per_device_train_batch_size={rows} trains {rows} packs instead of a batch of {rows} rows: 1 trains one"
+        yield f"per_device_train_batch_size={rows} trains {rows} packs instead of a batch of {rows} rows: set it to 1"
     limit = getattr(args, "max_length", None)  # an argument of TRL
     if limit and (at_limit := int((plan.lengths == limit).sum())):
         yield f"TRL may have truncated {counted(at_limit, 'row')} to {limit:,} tokens: max_length=None keeps rows whole"

@@ -231,10 +231,10 @@ def read_saved_progress(folder: Path) -> Mapping[str, Any]:
     """
     try:
         state = read_trainer_state(folder)
-        progress = find_progress(state) or {}
-        step = progress["progress"]["step"]
+        step = (progress := find_progress(state) or {})["progress"]["step"]
     except (OSError, KeyError, TypeError) as error:
-        message = f"{folder} has no progress of a plan, so no plan can resume: leave out resume_from_checkpoint"
-        raise ArgumentError("host", message, {"folder": str(folder)}) from error
+        fact = "has no progress of a plan, so no plan can resume: leave out resume_from_checkpoint"
+        fact = fact if folder.is_dir() else "does not exist: name the folder of a checkpoint"
+        raise ArgumentError("host", f"{folder} {fact}", {"folder": str(folder)}) from error
     require_same_step(folder, state, step)
     return progress

@@ -128,7 +128,7 @@ def _warn_of_passed(passed: Mapping[str, list[Path]]) -> None:
     """Log one warning about checkpoints that `last` skips; it names the newest for each reason."""
     changes = (
         f"{folders[0]}{f' and {len(folders) - 1:,} older' * (len(folders) > 1)} "
-        f"{verb_for(len(folders), 'is passed over: it', 'are passed over: each')} is a folder {reason}"
+        f"{verb_for(len(folders), 'is', 'are')} passed over: {reason.removeprefix('but ')}"
         for reason, folders in passed.items()
     )
     if line := "; ".join(changes):

@@ -45,6 +45,9 @@ _ELSEWHERE = "free disk space, or write elsewhere"
 
 BROKEN_PIPE, USER_ERROR, VERIFICATION_FAILED, INTERRUPTED = 1, 2, 3, 130
 
+_NO_LAUNCHER = "DeepSpeed needs a launcher: torchrun --nproc-per-node 1 -m packplan.app.sft RUN.yaml"
+"""Error if DeepSpeed asks MPI, by the package mpi4py, for ranks that no launcher has started."""
+
 EXTRAS = MappingProxyType({"ray": "ray", "deepspeed": "deepspeed", "qwen_omni_utils": "omni", "decord": "video"})
 """Package -> the extra of packplan that installs it; `train` installs all others."""
 
@@ -190,8 +193,8 @@ def run_program(main: Callable[[], int]) -> int:
         package = (error.name or "").partition(".")[0]
         if package in ("", "packplan"):
             raise
-        extra = EXTRAS.get(package, "train")
-        _print_error(f"error: this needs the package {package}: pip install 'packplan[{extra}]'")
+        extra = f"this needs the package {package}: pip install 'packplan[{EXTRAS.get(package, 'train')}]'"
+        _print_error(f"error: {_NO_LAUNCHER if package == 'mpi4py' else extra}")
         status = USER_ERROR
     except KeyboardInterrupt:
         _print_error("interrupted")

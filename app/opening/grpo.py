@@ -82,7 +82,7 @@ def train(config: RlConfig, group: RankGroup, *, quiet: bool = False) -> GRPOTra
         trainer.save_model()
         trainer.save_state()
     if trainer.was_terminated:
-        log.warning("SIGTERM: saved %s; grpo.resume_from_checkpoint: last continues from there", trainer.last_save)
+        log.warning("SIGTERM: grpo.resume_from_checkpoint: %s continues from the saved checkpoint", trainer.last_save)
     rewards = [entry["reward"] for entry in trainer.state.log_history if "reward" in entry]
     if rewards and trainer.is_world_process_zero():
         log.info("reward %.3f -> %.3f; the policy is in %s", rewards[0], rewards[-1], folder)

@@ -183,9 +183,10 @@ def log_nothing_left(step: int, end: str) -> None:
 def log_termination(trainer: CheckedTrainer, end: str) -> None:
     """Log that SIGTERM ended a run early; *end* is its last planned step, or its length as text."""
     log.warning(
-        "SIGTERM: saved a checkpoint at step %d of %s; training.resume_from_checkpoint: last continues from there",
+        "SIGTERM: saved a checkpoint at step %d of %s; training.resume_from_checkpoint: %s continues from there",
         trainer.state.global_step,
         end,
+        trainer.last_save,
     )
 
 

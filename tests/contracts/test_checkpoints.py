@@ -235,7 +235,7 @@ def test_last_is_the_newest_whole_checkpoint_of_the_run(tmp_path: Path, caplog):
 
     assert str(tmp_path / "checkpoint-3") == found(mine)
     (said,) = caplog.messages
-    assert "checkpoint-5 and 1 older are passed over: each is a folder of another run: training.optim" in said
+    assert "checkpoint-5 and 1 older are passed over: of another run: training.optim" in said
     assert str(tmp_path / "checkpoint-5") == found(attrs.evolve(PLANNED, identity=RunIdentity(IDENTITY.fixed)))
     with pytest.raises(StaleError, match=r"cannot resume from \S*checkpoint-4, since these have changed:\n  train"):
         found(mine, tmp_path / "checkpoint-4")

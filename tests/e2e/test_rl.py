@@ -120,7 +120,7 @@ def test_sigterm_saves_a_checkpoint_and_a_changed_byte_of_it_is_refused(write_rl
     trainer = train(path)
 
     assert (True, 1) == (trainer.was_terminated, trainer.state.global_step)
-    assert f"SIGTERM: saved {tmp_path / 'rl' / 'checkpoint-1'}; grpo.resume_from_checkpoint: last" in caplog.text
+    assert f"SIGTERM: grpo.resume_from_checkpoint: {tmp_path / 'rl' / 'checkpoint-1'} continues" in caplog.text
     for name, status in (("optimizer.pt", 2), ("trainer_state.json", 3)):
         held = (file := tmp_path / "rl" / "checkpoint-1" / name).read_bytes()
         change_a_byte(file)
