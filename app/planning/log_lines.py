@@ -69,8 +69,8 @@ def describe_run(config: RunConfig, splits: Sequence[PlannedSplit], schedule: Ep
     training: dict[str, str] = {name: rows.pop(name) for name in ("training", "resumed") if name in rows}
     supervised = int(column(train.table, "supervised")[train.raw.packs.indices].sum(dtype=np.int64))
     rows["supervised"] = f"{counted(supervised, 'token')} ({supervised / train.raw.planned_tokens:.1%} of the planned)"
-    if train.raw.dropped_packs:
-        rows["left out"] += " (training.packing_drop_last: false keeps them)"
+    if dropped := len(train.raw.dropped_packs):
+        rows["left out"] += f"; training.packing_drop_last: false keeps {verb_for(dropped, 'it', 'them')}"
     if train.raw.auto_packs and config.command is None:
         rows["better"] = f"training.packing_algorithm: auto needs about {counted(train.raw.auto_packs, 'pack')}"
     rows["plan"] = (row_checksum(train) if config.command else train.raw_checksum)[:12]
