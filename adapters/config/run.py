@@ -11,7 +11,7 @@ from typing import Any, TypeVar, get_origin
 import attrs
 
 from packplan.adapters.config.layers import apply_overrides, expand_path, read_document
-from packplan.adapters.config.trainer_keys import TrainerKey, read_foreign_keys, settings_file
+from packplan.adapters.config.trainer_keys import TrainerKey, deepspeed_file, read_foreign_keys
 from packplan.adapters.config.values import Advise, structure_document
 from packplan.core.config.faults import explain_unknown_key, run_faults
 from packplan.core.config.keys import yield_keys
@@ -185,7 +185,9 @@ def _convert_settings(
         else:
             try:
                 is_path = keys[key].path and isinstance(value, str)
-                taken[key] = settings_file(expand_path(value)) if is_path else keys[key].convert(value)
+                taken[key] = expand_path(value) if is_path else keys[key].convert(value)
+                if key == "deepspeed" and is_path:
+                    taken[key] = deepspeed_file(taken[key])
             except ValueError as error:
                 twin = _FOREIGN.get(key)
                 meant = f", or write {twin.ours} if you mean the key of {twin.programs}" if twin and twin.ours else ""

@@ -226,10 +226,14 @@ def read_nested_settings(value: Any) -> Mapping[str, Any]:
     return value if isinstance(value, Mapping) else {}
 
 
-def settings_file(name: str) -> str:
-    """Return the path of ms-swift's settings file *name*, such as `zero2`, or *name* if none."""
-    spec = find_spec("swift") if name.isidentifier() and not Path(name).exists() else None
-    file = Path(spec.submodule_search_locations[0], "config", f"{name}.json") if spec else Path()  # type: ignore[index]
+def deepspeed_file(name: str) -> str:
+    """
+    Return the path of ms-swift's DeepSpeed settings *name*, such as `zero2`; else *name* unchanged.
+    """
+    spec = find_spec("swift")
+    if spec is None or spec.origin is None or not name.isidentifier():
+        return name
+    file = Path(spec.origin).parent / "config" / f"{name}.json"
     return str(file) if file.is_file() else name
 
 

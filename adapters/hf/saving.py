@@ -83,7 +83,7 @@ class SaveOnSigterm(TrainerCallback):
             if signal.getsignal(signal.SIGTERM) == note_signal:  # not one that a callback has installed since
                 signal.signal(signal.SIGTERM, before or signal.SIG_DFL)
 
-    def on_step_end(self, args: Any, state: TrainerState, control: TrainerControl, **__: Any) -> None:  # noqa: ARG002
+    def on_step_end(self, _args: Any, _state: TrainerState, control: TrainerControl, **_: Any) -> None:
         """
         Request a save and the end of training if any rank received SIGTERM; cancel an evaluation,
         which would delay the save.
@@ -92,7 +92,7 @@ class SaveOnSigterm(TrainerCallback):
             self.stopped = control.should_save = control.should_training_stop = True
             control.should_evaluate = False
 
-    def on_epoch_end(self, args: Any, state: TrainerState, control: TrainerControl, **__: Any) -> None:  # noqa: ARG002
+    def on_epoch_end(self, _args: Any, _state: TrainerState, control: TrainerControl, **_: Any) -> None:
         """Neither evaluate nor overwrite the checkpoint after SIGTERM has ended the epoch."""
         if self.stopped:
             control.should_evaluate = control.should_save = False

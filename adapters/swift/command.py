@@ -9,18 +9,17 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from decimal import Decimal
 from math import ceil
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, Literal
 
 import attrs
-import swift
 from swift.arguments import PretrainArguments, RLHFArguments, SftArguments
 from swift.arguments import sft_args as training
 from swift.cli.main import parse_yaml_args
 from swift.pipelines.train import SwiftPretrain, SwiftRLHF, SwiftSft
 from swift.utils import get_device_count, parse_args
 
+from packplan.adapters.config.trainer_keys import deepspeed_file
 from packplan.adapters.files import broken_lines
 from packplan.adapters.models import replace_attributes
 from packplan.adapters.swift.packs import ALGORITHMS
@@ -178,10 +177,10 @@ def read_command(
         if rest:
             raise ConfigError(COMMAND, (Fault(rest[0], "is not an argument of ms-swift: remove it"),))
     num_processes = world_size * row_ranks(plain) if world_size else count_started()
-    size, named = plain.per_device_train_batch_size, Path(swift.__file__).parent / "config" / f"{plain.deepspeed}.json"
+    size = plain.per_device_train_batch_size
     # What ms-swift sets where a command trains.
     plain.gradient_accumulation_steps = plain.gradient_accumulation_steps or max(1, ceil(16 / size / num_processes))
-    plain.deepspeed = str(named) if named.is_file() else plain.deepspeed
+    plain.deepspeed = plain.deepspeed and deepspeed_file(plain.deepspeed)
     if getattr(plain, "rlhf_type", None) == "kto":  # pairs the rows of a step
         plain.global_batch_size = num_processes * size * plain.gradient_accumulation_steps
     run = run_of_arguments(plain, num_processes, task=task, words=given, degrees=degrees)

@@ -64,8 +64,10 @@ def test_deepspeed_reaches_ms_swift_as_it_was_written(arguments, monkeypatch):
     arguments(deepspeed=written)
     assert written == make.call_args.args[0].deepspeed
 
-    arguments(deepspeed="zero2")
-    assert Path(swift.__file__).parent / "config" / "zero2.json" == Path(make.call_args.args[0].deepspeed)
+    arguments(deepspeed="zero2", logging_dir="zero2")
+    found = make.call_args.args[0]
+    assert Path(swift.__file__).parent / "config" / "zero2.json" == Path(found.deepspeed)
+    assert "zero2" == found.logging_dir, "a folder of that name"
 
 
 @pytest.mark.covers
