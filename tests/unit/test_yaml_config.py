@@ -15,7 +15,7 @@ from packplan.adapters.config.values import structure_document
 from packplan.app.opening.runs import read_config
 from packplan.app.planning.split import align_options
 from packplan.core.config.rl import RlConfig
-from packplan.core.config.run import RunConfig, TrainingConfig
+from packplan.core.config.run import HostCommand, RunConfig, TrainingConfig
 from packplan.core.errors import ArgumentError, ConfigError
 from tests.documents import document, faults_of, parsed
 
@@ -62,6 +62,17 @@ def test_ranks_that_share_rows_count_as_one():
     assert 3 == parsed(SHARED).plan_world_size(6)
     with pytest.raises(ArgumentError, check=lambda error: error.kind == "ranks"):
         parsed(SHARED).plan_world_size(1)
+
+
+def test_the_ranks_of_a_command_are_those_that_it_starts():
+    """Whatever `--world-size` says; without a command, it says the number."""
+    command = HostCommand(
+        task="sft", words=(), world_size=4, task_type="causal_lm", sequences_per_row=1, length_inputs={}
+    )
+    config = parsed({})
+
+    assert (3, None) == (config.count_ranks(3), config.count_ranks())
+    assert 4 == attrs.evolve(config, command=command).count_ranks(3)
 
 
 def test_packs_may_be_shared_by_their_degree():
