@@ -41,8 +41,15 @@ def gains(row: Mapping[str, Any]) -> tuple[str, str]:
     return f"{row['padded_s'] / row['packed_s']:.1f}", f"{row['peak']:.2f}"
 
 
+def table(measured: Mapping[str, Any]) -> str:
+    """Return the figures of the drawing as two rows of a Markdown table."""
+    rows = {host: gains(row) for host, row in least_gain(measured).items()}
+    fast, small = ("|".join(rows[host][at] for host in TRAINERS) for at in (0, 1))
+    return f"|Speedup in processor time|{fast}|\n|Memory relative to padded batches|{small}|"
+
+
 def sentence(measured: Mapping[str, Any]) -> str:
-    """Return the drawing in words."""
+    """Return the figures of the drawing in words."""
     rows = {host: gains(row) for host, row in least_gain(measured).items()}
     fast, small = (", ".join(f"{name} {rows[host][at]}" for host, name in TRAINERS.items()) for at in (0, 1))
     return f"Speedup without padding: {fast}. Memory relative to padded batches: {small}"
