@@ -28,7 +28,7 @@ def main(arguments: list[str] | None = None) -> int:
     add_logging_options(parser)
     options = parse_arguments(parser, arguments)
 
-    def command() -> None:
+    def command() -> bool:
         with raising_on_all_ranks():
             config = read_rl_config(options.config, options.overrides)
             sys.path.append(str(Path(options.config).resolve().parent))  # reward functions may stand there
@@ -37,7 +37,7 @@ def main(arguments: list[str] | None = None) -> int:
                 from packplan.app.opening import grpo
                 from packplan.app.opening.ranks import hold_output_lock, open_rank_group
         with open_rank_group(config.grpo) as group, hold_output_lock(config, group, key="grpo.output_dir"):
-            grpo.train(config, group, quiet=options.quiet)
+            return bool(grpo.train(config, group, quiet=options.quiet).was_terminated)
 
     return run_command(command, verbose=options.verbose, quiet=options.quiet)
 

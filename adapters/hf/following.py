@@ -435,10 +435,9 @@ class ServesPacks(KeepsCheckpoints, ComputesPacks, LogsPacks, FollowsSchedule):
             self.last_save = str(last)
             self._verify(Path(last))
         result = super().train(resume_from_checkpoint, *args, **options)  # type: ignore[misc]
-        step, total = self.state.global_step, self.schedule.total_steps
-        if self.was_terminated and step < total:
+        if self.was_terminated:
             text = "SIGTERM: saved a checkpoint at step {:,} of {:,}; resume_from_checkpoint {} continues from there"
-            self.show(text.format(step, total, self.last_save))
+            self.show(text.format(self.state.global_step, self.schedule.total_steps, self.last_save))
         return result
 
     def _verify(self, folder: Path) -> None:

@@ -147,8 +147,8 @@ class KeepsCheckpoints:
 
     @property
     def was_terminated(self) -> bool:
-        """Whether SIGTERM ended training."""
-        return self._sigterm.stopped
+        """Whether SIGTERM ended training before its last step."""
+        return self._sigterm.stopped and self.state.global_step < self.state.max_steps
 
     def _reduce_flag(self, flag: bool) -> bool:  # noqa: FBT001  # as in `RankGroup`
         return bool(self.accelerator.reduce(torch.tensor(float(flag), device=self.args.device)))

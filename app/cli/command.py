@@ -10,7 +10,7 @@ import sys
 import warnings
 from collections.abc import Callable
 from types import MappingProxyType
-from typing import TYPE_CHECKING, TextIO
+from typing import TYPE_CHECKING, Any, TextIO
 
 from packplan.adapters.processes import end_with_launcher
 from packplan.core.config.remedies import name_arguments
@@ -43,7 +43,7 @@ Minimum number of open files that a process needs, and the number to which its l
 
 _ELSEWHERE = "free disk space, or write elsewhere"
 
-BROKEN_PIPE, USER_ERROR, VERIFICATION_FAILED, INTERRUPTED = 1, 2, 3, 130
+BROKEN_PIPE, USER_ERROR, VERIFICATION_FAILED, INTERRUPTED, TERMINATED = 1, 2, 3, 130, 143
 
 _NO_LAUNCHER = "DeepSpeed needs a launcher: torchrun --nproc-per-node 1 -m packplan.app.sft RUN.yaml"
 """Error if DeepSpeed asks MPI, by the package mpi4py, for ranks that no launcher has started."""
@@ -118,16 +118,16 @@ def parse_arguments(parser: argparse.ArgumentParser, arguments: list[str] | None
 
 
 def run_command(
-    command: Callable[[], None], *, verbose: bool, quiet: bool = False, kept: str = KEPT_NOTE, for_host: bool = False
+    command: Callable[[], Any], *, verbose: bool, quiet: bool = False, kept: str = KEPT_NOTE, for_host: bool = False
 ) -> int:
     """
     Run *command*, and return its exit status.
 
     The status is 0 after success, 1 for a closed pipe, 2 for a user's error or a full disk, 3 for a
-    failed check, and 130 for Ctrl-C. Any other exception is a bug in Packplan, and is raised.
+    failed check, 130 for Ctrl-C, and 143 for SIGTERM. Any other exception is a bug, and is raised.
 
     Args:
-        command: Function that does the work.
+        command: Function that does the work, and returns True if SIGTERM ended it early.
         verbose: Whether to also show log lines of the libraries.
         quiet: Whether to show only warnings and errors.
         kept: Note printed after Ctrl-C: which work is kept, and how to continue.
@@ -144,7 +144,7 @@ def run_command(
     _set_up_logging(text, verbose=verbose, quiet=quiet)
     try:
         _raise_file_limit()
-        command()
+        terminated = command()
         _flush()
     except PackplanError as error:
         rank = os.environ.get("RANK")
@@ -162,7 +162,7 @@ def run_command(
         if error.errno not in _FULL_DISK:
             raise
         return _report_full_disk(error)
-    return 0
+    return TERMINATED if terminated else 0
 
 
 def _raise_file_limit() -> None:

@@ -22,7 +22,7 @@ def main(arguments: list[str] | None = None) -> int:
     add_logging_options(parser)
     options = parse_arguments(parser, arguments)
 
-    def command() -> None:
+    def command() -> bool:
         with raising_on_all_ranks():
             config = read_config(options.config, options.overrides)
             require_inputs(config, loads=True)
@@ -37,8 +37,8 @@ def main(arguments: list[str] | None = None) -> int:
                 config = hide_trainer_progress(config)
         with join_ranks(config) as group:
             if config.custom.trainer_variant == "rollout":
-                train_stream(config, prepare_stream(config, group))
-            else:
-                train(config, group)
+                train_stream(config, trainer := prepare_stream(config, group))
+                return trainer.was_terminated
+            return train(config, group)[0].was_terminated
 
     return run_command(command, verbose=options.verbose, quiet=options.quiet)

@@ -145,7 +145,7 @@ def _check_and_log_end(config: RunConfig, trainer: PlanTrainer) -> None:
     """Log the end of training; RuntimeError if the number of steps differs from the plan."""
     num_steps, schedule = trainer.state.global_step, trainer.schedule
     total = max(schedule.total_steps, schedule.start.step)
-    if trainer.was_terminated and num_steps < total:
+    if trainer.was_terminated:
         log_termination(trainer, str(total))
         return
     if num_steps != total and not config.training.trainer.get("early_stop_interval"):

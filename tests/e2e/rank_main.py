@@ -64,7 +64,7 @@ def main(config: str, out: str, fault: str = "") -> int:
             FAULTS[fault](trainer)
         return trainer
 
-    def command() -> None:
+    def command() -> bool:
         loader.PackedDataset.__getitem__ = noted
         measure.check_repeatability = encode_once
         way.build_trainer = build_trainer
@@ -77,6 +77,7 @@ def main(config: str, out: str, fault: str = "") -> int:
         Path(out, f"rank{group.rank}.json").write_text(json.dumps(seen))
         if fault == "gradients":
             torch.save(gradients.steps, Path(out, f"gradients{group.rank}.pt"))
+        return result.terminated
 
     return run_command(command, verbose=False)
 

@@ -161,3 +161,14 @@ def test_ctrl_c_says_which_checkpoint_has_how_much(write_run, monkeypatch, capfd
     keys = {**TEXT, "save_strategy": "no", "max_steps": 3, "resume_from_checkpoint": "last"}
     assert 130 == sft.main([str(write_run("qwen2", training=keys))])
     assert said == whole_lines(capfd.readouterr().err)[-2]
+
+
+@pytest.mark.parametrize(("steps", "status"), [(2, 143), (1, 0)])
+def test_sigterm_before_the_last_step_is_told_by_the_exit_status(write_run, monkeypatch, capfd, steps, status):
+    """So `packplan sft run.yaml && evaluate` stops; a run whose last step is done has succeeded."""
+    plain = PlanTrainer.training_step
+    sent = lambda *args, **kwargs: (os.kill(os.getpid(), signal.SIGTERM), plain(*args, **kwargs))[1]  # noqa: E731
+    monkeypatch.setattr(PlanTrainer, "training_step", sent)
+
+    assert status == sft.main([str(write_run("qwen2", training={**TEXT, "max_steps": steps}))])
+    assert (status == 143) == ("SIGTERM: saved a checkpoint" in capfd.readouterr().err)

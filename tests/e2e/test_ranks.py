@@ -53,13 +53,13 @@ def losses(result: dict) -> list[float]:
 
 
 def test_sigterm_to_the_processes_of_one_rank_ends_all_ranks_at_the_same_step(start_ranks, write_run, tmp_path):
-    """They agree, save one checkpoint, for which workers go on to load data, and exit with 0."""
+    """They agree, save one checkpoint, for which workers go on to load data, and exit with 143."""
     keys = {"num_train_epochs": 500, "effective_batch_size": 2, "dataloader_num_workers": 1}
     ranks = start_ranks(2, write_run("qwen2", training=keys), tmp_path)
     ranks[0].wait_until("  loss ")
     os.killpg(ranks[1].pid, signal.SIGTERM)
 
-    assert [0, 0] == finished(ranks)
+    assert [143, 143] == finished(ranks)
     first, second = rank_main.seen(tmp_path, 2)
     assert (True, True) == (first["terminated"], second["terminated"])
     assert first["steps"] == second["steps"] < first["planned_steps"]

@@ -113,14 +113,14 @@ def ending(completions, **_):
     return [0.0 for _ in completions]
 
 
-def test_sigterm_saves_a_checkpoint_and_a_changed_byte_of_it_is_refused(write_rl, tmp_path, caplog, capfd):
+def test_sigterm_saves_a_checkpoint_and_a_changed_byte_of_it_is_refused(write_rl, tmp_path, capfd):
     """Before anything is loaded, by the name of the file; the state of the trainer too."""
     path = write_rl(policy=PACKED, reward_funcs="tests.e2e.test_rl:ending", max_steps=3)
 
-    trainer = train(path)
+    assert 143 == rl.main([str(path), "--quiet"])
 
-    assert (True, 1) == (trainer.was_terminated, trainer.state.global_step)
-    assert f"SIGTERM: grpo.resume_from_checkpoint: {tmp_path / 'rl' / 'checkpoint-1'} continues" in caplog.text
+    said = " ".join(capfd.readouterr().err.split())
+    assert f"SIGTERM: grpo.resume_from_checkpoint: {tmp_path / 'rl' / 'checkpoint-1'} continues" in said
     for name, status in (("optimizer.pt", 2), ("trainer_state.json", 3)):
         held = (file := tmp_path / "rl" / "checkpoint-1" / name).read_bytes()
         change_a_byte(file)
