@@ -24,17 +24,9 @@ _ID = re.compile(r"[\w.-]+/[\w.-]+")
 
 
 PROCESSING_FILES = (
-    "config.json",
-    "tokenizer*",
-    "vocab*",
-    "merges*",
-    "special_tokens*",
-    "added_tokens*",
-    "*processor_config.json",
-    "chat_template*",
-    "*.model",
-    "*.py",
-)
+    "config.json", "tokenizer*", "vocab*", "merges*", "special_tokens*", "added_tokens*", "*processor_config.json",
+    "chat_template*", "*.model", "*.py",
+)  # fmt: skip
 """Patterns of a model's files that decide how records become tokens."""
 
 _NUMBERED = re.compile(r"(.*?)\.(\d+)\.")

@@ -24,7 +24,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 
-from packplan.adapters.models import local_part
+from packplan.adapters.models import local_part, replace_attributes
 from packplan.core.errors import ModelError
 from packplan.core.forecast import MEMORY_KINDS, MemoryKind, StepTrace
 
@@ -75,17 +75,14 @@ class MemoryTracer(TorchDispatchMode):  # type: ignore[no-untyped-call]  # of to
     @contextmanager
     def _record_resizes(self) -> Iterator[None]:
         """Record resized storages too, since FSDP frees gathered weights by resizing them."""
-        resize, held = torch.UntypedStorage.resize_, torch.UntypedStorage
+        resize = torch.UntypedStorage.resize_
 
         def record_and_resize(storage: torch.UntypedStorage, size: int) -> Any:
             self._note_resize(storage, size)
             return resize(storage, size)
 
-        held.resize_ = record_and_resize  # type: ignore[method-assign,assignment]  # undone below
-        try:
+        with replace_attributes(torch.UntypedStorage, resize_=record_and_resize):
             yield
-        finally:
-            held.resize_ = resize  # type: ignore[method-assign]
 
     def record_empty(self, tensor: torch.Tensor) -> torch.Tensor:
         """Record a tensor and return it; a floating-point tensor loses its content."""

@@ -53,18 +53,8 @@ _REACHED = LONGEST // 2
 """Limit above which a number may be a length that the probe's samples do not reach."""
 
 _NO_SIZES = (
-    "token_id",
-    "label",
-    "rope",
-    "theta",
-    "freq",
-    "seed",
-    "suppress",
-    "inference",
-    "quantization",
-    "dtype",
-    "version",
-)
+    "token_id", "label", "rope", "theta", "freq", "seed", "suppress", "inference", "quantization", "dtype", "version",
+)  # fmt: skip
 """Parts of the names of keys whose numbers are not sizes, or are shrunk by `shrink_config`."""
 
 

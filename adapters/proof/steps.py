@@ -22,6 +22,7 @@ from typing import Any
 import attrs
 import torch
 import torch.distributed as dist
+from accelerate.utils import send_to_device
 from torch.utils.checkpoint import checkpoint
 
 from packplan.adapters.attention.shared_rows import sharing_by
@@ -111,7 +112,7 @@ def assert_step_loss(trainer: Any, *, model: torch.nn.Module | None = None, limi
         loss, gradients, batches = (_run_trainer if is_trainer else _run_function)(trainer, model)
         counts = getattr(trainer, "counts", None)  # if ranks share a row, only one counts it
         batches = [*filter(counts, batches)] if counts else batches
-        samples = [_read_sample(batch) for rank in gather_from_ranks([*map(_move_to_cpu, batches)]) for batch in rank]
+        samples = [_read_sample(batch) for rank in gather_from_ranks(send_to_device(batches, "cpu")) for batch in rank]
         tokens = sum(int((one.targets != IGNORED_LABEL).sum()) for one in samples)
         if not tokens:
             raise ArgumentError("packed_batch", "the step has no supervised token, so it has no loss to compare")
@@ -225,10 +226,6 @@ def _copy_gradients(model: torch.nn.Module) -> Gradients:
     return {name: one.grad.detach().clone() for name, one in model.named_parameters() if one.grad is not None}
 
 
-def _move_to_cpu(batch: Mapping[str, Any]) -> dict[str, Any]:
-    return {key: one.cpu() if torch.is_tensor(one) else one for key, one in batch.items()}
-
-
 def _read_sample(batch: Mapping[str, Any]) -> Sample:
     """Return a batch as one sample; ArgumentError if it has no labels."""
     labels = batch.get("labels")
@@ -244,9 +241,8 @@ def _run_for_mean(model: torch.nn.Module, samples: list[Sample], tokens: int, au
     device = next(model.parameters()).device
 
     def call_model(**inputs: Any) -> Any:
-        given = {key: one.to(device) if torch.is_tensor(one) else one for key, one in inputs.items()}
         with autocast():
-            return model(**given)
+            return model(**send_to_device(inputs, device))
 
     weighted = [attrs.evolve(one, weights=torch.full(one.targets.shape, 1 / tokens)) for one in samples]
     return run_alone(model, weighted, call=call_model, keep_logits=False)

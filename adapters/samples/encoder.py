@@ -20,11 +20,12 @@ import PIL.Image
 import torch
 from swift.template import Template
 
+from packplan.adapters.models import replace_attributes
 from packplan.adapters.progress import BRIEF_S, progress
 from packplan.adapters.samples.data_files import copy_faults, open_records, source_names
 from packplan.adapters.samples.data_set import FileRecords, message_options
 from packplan.adapters.samples.downloads import MediaCache, fetch_medium
-from packplan.adapters.samples.media import IMAGES, VIDEOS, ImageTokens, measure_encoded, without_truncation
+from packplan.adapters.samples.media import IMAGES, VIDEOS, ImageTokens, measure_encoded
 from packplan.adapters.samples.media_files import VideoFacts, image_facts, read_image_size, shrink_size, video_facts
 from packplan.adapters.samples.media_lengths import VideoCosts
 from packplan.adapters.samples.reference import find_difference
@@ -168,7 +169,7 @@ class SwiftEncoder:
             RecordError: The sample cannot be encoded.
             DataSetError: ms-swift encodes the record differently.
         """
-        with without_truncation(self.template):
+        with replace_attributes(self.template, max_length=None):
             encoded = self.encode(index, sample)
             if compared:
                 self._require_same_as_swift(index, sample, encoded)

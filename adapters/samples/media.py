@@ -7,9 +7,8 @@ or as tiles of one size. For every template, the counts are read from the encode
 
 from __future__ import annotations
 
-import contextlib
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import attrs
@@ -18,6 +17,7 @@ from PIL import Image
 from swift.template import Template
 
 from packplan.adapters.families import trained_config
+from packplan.adapters.models import replace_attributes
 from packplan.core.errors import ConfigError
 from packplan.core.samples.tables import Measurement
 
@@ -106,16 +106,6 @@ def measure_encoded(template: Template, encoded: Encoded, *, images: int, videos
     )
 
 
-@contextlib.contextmanager
-def without_truncation(template: Template) -> Iterator[None]:
-    """Switch off a template's truncation inside this context."""
-    limit, template.max_length = template.max_length, None
-    try:
-        yield
-    finally:
-        template.max_length = limit
-
-
 def encode_media(template: Template, **media: list[Any]) -> dict[str, Any]:
     """
     Encode a short question about some media, without truncation.
@@ -126,7 +116,7 @@ def encode_media(template: Template, **media: list[Any]) -> dict[str, Any]:
     """
     tags = "".join(f"<{kind[:-1]}>" * len(held) for kind, held in media.items())
     messages = [{"role": "user", "content": f"{tags}?"}, {"role": "assistant", "content": "."}]
-    with without_truncation(template):
+    with replace_attributes(template, max_length=None):
         return dict(template.encode({"messages": messages, **media}, return_length=True))
 
 

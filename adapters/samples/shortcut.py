@@ -24,7 +24,8 @@ from PIL import Image
 from swift.template import StdTemplateInputs, Template
 from transformers import PreTrainedTokenizerFast
 
-from packplan.adapters.samples.media import DUMMY_SIZE, FRAMES_PER_LAYER, measure_encoded, without_truncation
+from packplan.adapters.models import replace_attributes
+from packplan.adapters.samples.media import DUMMY_SIZE, FRAMES_PER_LAYER, measure_encoded
 from packplan.core.samples.tables import NOTHING, Measurement
 
 log = logging.getLogger(__name__)
@@ -269,6 +270,6 @@ def _add_stand_in(template: Template, counter: PieceCounter, medium: str) -> Non
 def _measure_with_stand_ins(template: Template, sample: dict[str, Any], **media: int) -> Measurement:
     """Encode a sample in full with stand-ins for its media, and return the measurement."""
     stand_ins = {f"{kind}s": [STAND_INS[kind]] * number for kind, number in media.items()}
-    with without_truncation(template):
+    with replace_attributes(template, max_length=None):
         encoded = template.encode({**sample, **stand_ins}, return_length=True)
     return measure_encoded(template, encoded, images=media.get("image", 0), videos=media.get("video", 0))

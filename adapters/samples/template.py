@@ -36,32 +36,12 @@ _log_info_once = cache(logging.getLogger(__name__).info)
 _PROCESSING_PACKAGES = ("ms-swift", "transformers", "tokenizers", "qwen_vl_utils", "pillow", "torchvision")
 
 PROCESSING_VARIABLES = (
-    "MAX_PIXELS",
-    "MIN_PIXELS",
-    "IMAGE_FACTOR",
-    "IMAGE_MAX_TOKEN_NUM",
-    "IMAGE_MIN_TOKEN_NUM",
-    "MAX_RATIO",
-    "SPATIAL_MERGE_SIZE",
-    "INPUT_SIZE",
-    "MAX_NUM",
-    "MAX_SLICE_NUMS",
-    "DOWNSAMPLE_MODE",
-    "QWENVL_BBOX_FORMAT",
-    "ENABLE_THINKING",
-    "PRESERVE_THINKING",
-    "FPS",
-    "FPS_MIN_FRAMES",
-    "FPS_MAX_FRAMES",
-    "FRAME_FACTOR",
-    "VIDEO_MIN_PIXELS",
-    "VIDEO_MAX_PIXELS",
-    "VIDEO_TOTAL_PIXELS",
-    "VIDEO_MIN_TOKEN_NUM",
-    "VIDEO_MAX_TOKEN_NUM",
-    "MODEL_SEQ_LEN",
-    "FORCE_QWENVL_VIDEO_READER",
-)
+    "MAX_PIXELS", "MIN_PIXELS", "IMAGE_FACTOR", "IMAGE_MAX_TOKEN_NUM", "IMAGE_MIN_TOKEN_NUM", "MAX_RATIO",
+    "SPATIAL_MERGE_SIZE", "INPUT_SIZE", "MAX_NUM", "MAX_SLICE_NUMS", "DOWNSAMPLE_MODE", "QWENVL_BBOX_FORMAT",
+    "ENABLE_THINKING", "PRESERVE_THINKING",
+    "FPS", "FPS_MIN_FRAMES", "FPS_MAX_FRAMES", "FRAME_FACTOR", "VIDEO_MIN_PIXELS", "VIDEO_MAX_PIXELS",
+    "VIDEO_TOTAL_PIXELS", "VIDEO_MIN_TOKEN_NUM", "VIDEO_MAX_TOKEN_NUM", "MODEL_SEQ_LEN", "FORCE_QWENVL_VIDEO_READER",
+)  # fmt: skip
 """Environment variables that ms-swift and qwen_vl_utils read while encoding text and media."""
 
 MEASURING_VERSION = 5

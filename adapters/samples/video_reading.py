@@ -16,6 +16,7 @@ import torch
 from qwen_vl_utils import vision_process
 from swift.template import Template
 
+from packplan.adapters.models import replace_attributes
 from packplan.adapters.samples.media_files import open_video, quarter_turns
 from packplan.core.config.run import TemplateConfig
 from packplan.core.errors import ConfigError
@@ -98,13 +99,11 @@ def _replace_tag(replace: Callable[..., Any], sampling: Sampling, media_type: st
         return replace(media_type, index, inputs)
     # These arguments would change images too, so they are set for this call only. Listed frames are
     # played at FPS.
-    before, rate = inputs.chat_template_kwargs, vision_process.FPS
-    inputs.chat_template_kwargs = {**before, **sampling}
-    vision_process.FPS = sampling.get("fps", rate)
-    try:
+    with (
+        replace_attributes(inputs, chat_template_kwargs={**inputs.chat_template_kwargs, **sampling}),
+        replace_attributes(vision_process, FPS=sampling.get("fps", vision_process.FPS)),
+    ):
         return replace(media_type, index, inputs)
-    finally:
-        inputs.chat_template_kwargs, vision_process.FPS = before, rate
 
 
 def decode_fault(path: str, sampling: Sampling | None = None) -> str | None:

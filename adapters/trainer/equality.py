@@ -14,6 +14,7 @@ from typing import Any
 
 import attrs
 import torch
+from accelerate.utils import send_to_device
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from packplan.adapters.attention import using_native_attention
@@ -83,7 +84,7 @@ class PackComparison:
             raise served
         encoded = [self.encode(index) for index in indices]
         places = places_by_lengths(len(one["input_ids"]) for one in encoded)
-        collated = _to_device(trainer.accelerator.device, trainer.data_collator([served]))
+        collated = send_to_device(trainer.data_collator([served]), trainer.accelerator.device)
         samples = self._model_samples(encoded)
         gradients = self.no_gradients_reason is None
         with using_native_attention(trainer.model, trainer.attention.native):
@@ -150,7 +151,7 @@ class PackComparison:
             ids = torch.tensor(one["input_ids"])[None]
             inputs = {"input_ids": ids, "attention_mask": torch.ones_like(ids), **media_inputs(self.trainer.model, one)}
             weights = counted * (float(counted.sum()) or 1.0) ** power
-            samples.append(Sample(_to_device(self.trainer.accelerator.device, inputs), targets, weights))
+            samples.append(Sample(send_to_device(inputs, self.trainer.accelerator.device), targets, weights))
         total = sum(float(one.weights.sum()) for one in samples if one.weights is not None) or 1.0
         return [attrs.evolve(one, weights=one.weights / total) for one in samples if one.weights is not None]
 
@@ -168,10 +169,6 @@ class PackComparison:
         given = parameter_names(rope)
         positions, _ = rope(**{key: value for key, value in inputs.items() if key in given})
         return torch.cat([text, positions[:, 0]])
-
-
-def _to_device(device: torch.device, batch: Mapping[str, Any]) -> dict[str, Any]:
-    return {key: value.to(device) if torch.is_tensor(value) else value for key, value in batch.items()}
 
 
 def _split_pixels(encoded: Sequence[Mapping[str, Any]], collated: dict[str, Any]) -> list[tuple[GradientEdge, int]]:

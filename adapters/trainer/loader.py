@@ -9,8 +9,7 @@ Steps that turn packs into batches of the trainer:
    loader workers returned.
 """
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
 import attrs
@@ -20,6 +19,7 @@ from swift.utils import seed_worker
 from torch.utils.data import Dataset
 
 from packplan.adapters.loaders.packs import NORMALISER, PACK, PackOfRows
+from packplan.adapters.models import replace_attributes
 from packplan.adapters.processes import end_with_parent, hide_connection_errors, ignore_foreign_sigterm
 from packplan.adapters.samples.encoder import SwiftEncoder
 from packplan.adapters.trainer.vision import add_media_positions
@@ -107,7 +107,7 @@ class Collator:
         rows = fill_token_weights(packs)
         # ms-swift's collator removes the keys that it joins from samples.
         samples = [dict(sample) for row in rows for sample in row]
-        with replace_packing(self.template, packed=self.packed):
+        with replace_attributes(self.template, packing=self.packed, padding_free=self.packed):
             batch: Batch = self.template.data_collator(rows if self.packed else [one for (one,) in rows])
         if self.template.model_meta.is_multimodal:
             add_media_positions(batch, self.template, samples, packed=self.packed)
@@ -129,17 +129,6 @@ class Collator:
             return positions == 0
         labels: torch.Tensor = batch["labels"]
         return (torch.arange(labels.shape[1]) == 0).expand_as(labels)
-
-
-@contextmanager
-def replace_packing(template: Template, *, packed: bool) -> Iterator[None]:
-    """Make a template's collator pack samples into one row, or pad them, inside this context."""
-    before = template.packing, template.padding_free
-    template.packing = template.padding_free = packed
-    try:
-        yield
-    finally:
-        template.packing, template.padding_free = before
 
 
 def fill_token_weights(packs: Sequence[Sequence[Any]]) -> list[list[Sample]]:

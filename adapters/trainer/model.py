@@ -19,6 +19,7 @@ from packplan.adapters.attention import project_patches, set_attention
 from packplan.adapters.families import is_audio_weight, trained_part
 from packplan.adapters.files import wrap_load_errors
 from packplan.adapters.model_folder import require_whole_weights
+from packplan.adapters.models import replace_attributes
 from packplan.adapters.samples.arguments import RunArguments, run_arguments
 from packplan.core.config.run import ModelConfig, TrainingConfig
 from packplan.core.config.tuners import tuners_of
@@ -111,11 +112,8 @@ def _refusing_missing_weights(folder: str) -> Iterator[None]:
         missing.update(loading_info.missing_keys)
         report(loading_info=loading_info, **others)
 
-    modeling_utils.log_state_dict_report = note_missing
-    try:
+    with replace_attributes(modeling_utils, log_state_dict_report=note_missing):
         yield
-    finally:
-        modeling_utils.log_state_dict_report = report
     if missing:
         first = ", ".join(sorted(missing)[:3]) + (", …" if len(missing) > 3 else "")
         reason = (

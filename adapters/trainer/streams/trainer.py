@@ -26,6 +26,7 @@ from transformers import Trainer
 
 from packplan.adapters.hf.telemetry import drop_pack_rates
 from packplan.adapters.loaders.packs import PackLoader
+from packplan.adapters.models import replace_attributes
 from packplan.adapters.trainer.checkpoints import progress_entry
 from packplan.adapters.trainer.loader import Batch, with_zero_weights
 from packplan.adapters.trainer.streams.dataset import LENGTHS, PROGRESS, ReaderEnd, ReaderProgress, StreamCollator
@@ -300,13 +301,10 @@ class StreamTrainer(CheckedTrainer):
             return
         left = 0 if self._epoch_ended else self.train_dataset.num_left(self._readers()) * self.group.world_size
         done = self._epoch + (0 if self._epoch_ended else max(0, 1 - left / len(self.train_dataset.indices)))
-        step, self.state.max_steps = self.state.global_step, self.state.global_step
-        if done:
-            self.state.max_steps = max(step, math.ceil(step * self.num_epochs / done))
-        try:
+        step = self.state.global_step
+        estimate = math.ceil(step * self.num_epochs / done) if done else step
+        with replace_attributes(self.state, max_steps=max(step, estimate)):
             yield
-        finally:
-            self.state.max_steps = sys.maxsize
 
     def _show_no_total(self) -> None:
         """Make progress bars show no total of steps if a number of epochs ends training."""
