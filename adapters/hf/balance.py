@@ -2,16 +2,16 @@
 `balance`: microbatches under a token limit in TRL's GRPO and RLOO trainers.
 
 The trainer decides which answers an optimizer step trains, and computes the loss. `balance` divides
-the rows of the step's batches into new microbatches, with `core.shard`:
+the rows of the step's batches into new microbatches, with `core.shard`, by these rules:
 
 - All ranks run equally many microbatches in a step.
 - The trainer divides the loss of a batch by its number of rows or supervised tokens, or by a
   constant of the step. The loss of a microbatch is weighted by the microbatch's share of this
-  divisor. If all batches of a step have the same divisor, their rows form microbatches together:
-  over all ranks, or on each rank by itself if rows may not move. Otherwise the rows of each batch
-  form microbatches by themselves, on their own rank.
-- Logged values are those of a step of one batch: means over all rows or tokens of the step, or
-  their minimum or maximum.
+  divisor. If all batches of a step have the same divisor, a microbatch may mix rows of several
+  batches: from all ranks, or from one rank if rows may not move. Otherwise a microbatch has rows of
+  one batch and one rank.
+- Logged values are the same as if the step had one batch: means, minima or maxima over all rows or
+  tokens of the step.
 """
 
 from collections.abc import Iterator, Sequence
@@ -59,7 +59,7 @@ class BalanceCounts:
     """Tokens of the rows that this rank trained, without padding."""
 
     moved: int = 0
-    """Rows that this rank trained and received from other ranks."""
+    """Rows that this rank received from other ranks and trained."""
 
     metrics: PackingMetrics | None = None
     """
@@ -108,12 +108,12 @@ def balance(
         padded: Whether padding counts: the tokens of a microbatch are then its number of rows times
             the length of its longest row. Set *padded* for models without `unpad`.
         algorithm: Packing algorithm, a name in `core.packers.ALGORITHMS`; not used if *padded*.
-        length_multiple: The tokens of each row are counted up to a multiple of this number.
+        length_multiple: The length of each row is rounded up to a multiple of this number.
         move_rows: Whether rows may move between ranks.
 
     Raises:
-        ArgumentError: The trainer or one of its settings is not supported, its loss compares the
-            rows of a batch, or `balance` was called for it already.
+        ArgumentError: The trainer or a setting is not supported, the loss compares the rows of a
+            batch, or `balance` was called before for this trainer.
     """
     if isinstance(trainer, _BalancedTraining):
         raise ArgumentError("host", "balance was called for this trainer already: call it once")
@@ -131,8 +131,8 @@ def balance(
 
 def _find_work_model(model: Any) -> WorkModel | None:
     """
-    Return a model's work model; None for an unknown family, whose work is estimated as the squared
-    length.
+    Return the work model of a model, or None for an unknown family. Without a work model, the work
+    of a row is its squared length.
     """
     try:
         return WorkModel.from_config(model.config.to_dict())
@@ -181,7 +181,7 @@ class _BalanceState:
     """Weight of the current microbatch in the loss of the step; None between microbatches."""
 
     loss: Any = 0.0
-    """Sum of the losses of this step's microbatches, without the last one."""
+    """Sum of the losses of this step's microbatches, except the last one."""
 
     logged: list[tuple[BatchCounts, dict[str, float]]] = attrs.field(factory=list)
     """Counts of each microbatch of this step, and its logged values by name."""
@@ -238,8 +238,8 @@ class _NoBackward(LocalAccelerator):
 @contextmanager
 def _accumulating(accelerator: Any, model: Any) -> Iterator[None]:
     """
-    Accumulate gradients inside this context. DeepSpeed, whose engine has no `no_sync`, is kept from
-    updating the weights.
+    Accumulate gradients inside this context, and keep DeepSpeed, whose engine has no `no_sync`,
+    from updating the weights.
     """
     state = accelerator.gradient_state
     state._set_sync_gradients(False)  # noqa: FBT003, SLF001  # as transformers' loop does
@@ -331,9 +331,7 @@ class _BalancedTraining:
 
     @property
     def _divisor_kind(self) -> str:
-        """
-        Kind of the loss's divisor, `step` for a constant of the step, else `tokens` or `rows`.
-        """
+        """Kind of the loss's divisor: `tokens`, `rows`, or `step` for a constant of the step."""
         loss = getattr(self, "loss_type", "")  # RLOO has one loss
         return "step" if loss in _DIVIDED_BY_STEP else "tokens" if loss == "bnpo" else "rows"
 

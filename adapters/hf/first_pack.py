@@ -1,12 +1,11 @@
 """
-Comparison of a pack of a trainer's first step with its samples computed alone, by the trainer's
-loss.
+Comparison of a pack in the first training step with its samples computed alone.
 
 The pack and each of its samples pass through the collator, the trainer's preparation, the model and
-the loss. Losses are compared, and gradients with respect to the embedding of each token id. Single
-samples are computed without hooks, by transformers' own attention, as whole rows on each rank.
-Dropout and noise are off during the comparison. Afterwards random state, gradients, buffers, counts
-and metrics are restored, so training is bit for bit the same as without the comparison.
+the loss. The comparison covers losses, and gradients with respect to the embedding of each token
+id. Single samples are computed without hooks, by transformers' own attention, as whole rows on each
+rank. Dropout and noise are off during the comparison. Afterwards random state, gradients, buffers,
+counts and metrics are restored, so training is bit for bit the same as without the comparison.
 """
 
 import logging
@@ -56,8 +55,8 @@ def require_pack_as_alone(trainer: Any, batches: list[Mapping[str, Any]], num_it
     """
     Check that the batch with the most samples has the loss and gradients of its samples alone.
 
-    Every rank has to call this function. Where ranks share the weights, or the loss compares
-    samples with each other, it only logs that nothing is compared.
+    Every rank has to call this function. If ranks share the weights, or the loss compares samples
+    with each other, the function only logs that it compares nothing.
 
     Args:
         trainer: Trainer of packs, a `ServesPacks`.
@@ -65,7 +64,8 @@ def require_pack_as_alone(trainer: Any, batches: list[Mapping[str, Any]], num_it
         num_items: Divisor of the step's loss.
 
     Raises:
-        MismatchError: The batch trains differently from its samples, on this rank or another one.
+        MismatchError: On some rank, loss or gradients of the batch differ from those of its samples
+            alone.
     """
     if find_sharded_weight(trainer.model) is not None or not trainer.loss_of_samples:
         why = "ranks share the weights" if trainer.loss_of_samples else "the loss compares samples with each other"
@@ -135,16 +135,18 @@ def _find_difference(trainer: Any, batch: Mapping[str, Any], num_items: Any, *, 
     apart = compare(Outcome(*packed), Outcome(loss, total, norms))
     if max(apart.loss, apart.gradients) <= limit:
         return None
-    hint = "" if trainer.compute_loss_func is None else ": compute_loss_func has to divide by num_items_in_batch"
+    hint = "" if trainer.compute_loss_func is None else "; compute_loss_func has to divide by num_items_in_batch"
     return (
         f"pack {rows[0][0].pack} does not train like its {counted(len(rows), 'sample')} alone: its loss is "
-        f"{packed[0]:.6g} instead of {loss:.6g}, and gradients of its embeddings differ by {apart.gradients:.2g} of "
-        f"their norm (allowed: {limit:.0e}){hint}"
+        f"{packed[0]:.6g} instead of {loss:.6g}. Gradients of its embeddings differ by {apart.gradients:.2g} of their "
+        f"norm (allowed: {limit:.0e}){hint}"
     )
 
 
 def _run_shared(trainer: Any, batch: Mapping[str, Any], num_items: Any, factor: float) -> tuple[float, Gradients]:
-    """Return the loss and gradient of `_run`, summed over the ranks that share the batch's row."""
+    """
+    Return loss and gradients as `_run` does, for the whole row if ranks share the batch's row.
+    """
     loss, gradients = _run(trainer, batch, num_items, factor)
     tokens, groups = count_tokens(batch), trainer.row_groups
     if groups is None or (group := groups.group_of(tokens)) is None:

@@ -80,13 +80,13 @@ class PackplanProgress(TrainerCallback, ExportableState):
 @contextmanager
 def noise_by_sample(trainer: Any) -> Iterator[None]:
     """
-    Inside this context, scale NEFTune's noise for each sample of a row as if it were alone.
+    Inside this context, scale NEFTune's noise for each sample of a row as if the sample were alone.
 
-    NEFTune adds random noise to the embeddings of tokens in training. No value of the noise is
-    farther from 0 than `neftune_noise_alpha / sqrt(tokens * hidden_size)`, where transformers
-    counts the tokens of the whole row. For a row with samples of 8 and 32 tokens, transformers uses
-    40 tokens for both samples. Inside this context, 8 tokens are used for the first sample, and 32
-    for the second.
+    NEFTune adds random noise to the embeddings of tokens in training. The absolute value of the
+    noise is at most `neftune_noise_alpha / sqrt(tokens * hidden_size)`. In transformers, `tokens`
+    is the number of tokens of the whole row. For a row with samples of 8 and 32 tokens,
+    transformers uses 40 tokens for both samples. Inside this context, 8 tokens are used for the
+    first sample, and 32 for the second.
 
     Two hooks replace the NEFTune hook of transformers. The first hook finds the samples by the
     position ids or the mask of the model's call. The second hook adds the noise to the embeddings.
@@ -335,7 +335,7 @@ class ComputesPacks:
             super()._track_num_input_tokens(inputs)  # type: ignore[misc]  # of the trainer's class
 
     def _compute_acc(self, *args: Any, **options: Any) -> None:
-        """Compute token accuracy as ms-swift does, but none if ranks share only some rows."""
+        """Compute token accuracy as ms-swift does, unless ranks share only some rows."""
         if self.row_groups is None or self.row_groups.packing_length is None:
             super()._compute_acc(*args, **options)  # type: ignore[misc]  # of ms-swift's trainer
 
@@ -536,9 +536,7 @@ def _without_labels(batch: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _model_facts(model: Any) -> dict[str, Any]:
-    """
-    Return facts of a model's files, else its name on a hub, else {} for a model built in memory.
-    """
+    """Return facts of a model's files, or its name on a hub, or {} for a model built in memory."""
     name = getattr(getattr(model, "config", None), "name_or_path", "")
     return (model_file_facts(Path(name)) or {"model.model": name}) if name else {}
 

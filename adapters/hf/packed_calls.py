@@ -6,7 +6,7 @@ row, each token attends only within its own sample. After the text stack has run
 put back at their places in the batch. So a trainer can collate batches, compute its loss and read
 outputs as usual.
 
-Rules: the hooks are those of torch, and no code of transformers is changed. A call passes through
+The hooks are PyTorch's module hooks, and no code of transformers is changed. A call passes through
 unchanged if it has no padding, no two-dimensional mask, a cache from the caller (generation), or
 rows that are packed already.
 """
@@ -42,8 +42,9 @@ log = logging.getLogger(__name__)
 
 Positions = Literal["columns", "counted", "ids"]
 """
-How positions of tokens are counted if the caller passes no position ids: by columns of the batch,
-by earlier real tokens, or by earlier ids that are not padding (RoBERTa).
+Rule by which positions are counted if the caller passes no position ids. A position is the token's
+column, its number of earlier real tokens, or its number of earlier ids that are not padding
+(RoBERTa).
 """
 
 POSITIONS: tuple[Positions, ...] = get_args(Positions)
@@ -146,7 +147,8 @@ class TextStack:
 
     def _positions_restart(self, positions: torch.Tensor | None, tokens: RealTokens) -> bool:
         """
-        Return whether a batch row is packed already: whether text positions decrease within it.
+        Return whether a batch row is packed already, so that text positions decrease within the
+        row.
         """
         if positions is None or (positions.dim() == 3 and positions.shape[0] != 4):
             return False
@@ -496,8 +498,8 @@ def log_once(fact: str) -> None:
 
 def _pools_padding(model: Any, given: dict[str, Any], mask: torch.Tensor) -> bool:
     """
-    Return whether a sequence classifier, which finds the last token of a row by its ids, finds one
-    whose mask is 0.
+    Return whether a sequence classifier would score a token whose mask is 0. The classifier finds
+    the last token of a row by token ids, not by the mask.
     """
     if not hasattr(model, "score"):
         return False

@@ -3,7 +3,7 @@ Training on preference data (DPO, KTO, reward models), whose packs differ in the
 samples.
 
 TRL's loss of a batch is the mean over its samples. `TrainsPairs` weights the loss of a batch by its
-share of the step's samples on all ranks, so the loss of the step is the mean over its samples.
+share of the step's samples on all ranks. So the loss of the step is the mean over its samples.
 Values that TRL logs are also means over the step's samples or their tokens, or the minimum or
 maximum of a reward. TRL gathers the values of all ranks for each batch, which requires equally many
 samples on every rank. Here, each rank collects its own values, and the ranks exchange them once a

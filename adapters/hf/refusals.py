@@ -85,8 +85,8 @@ def changed_meanings(args: Any, plan: Plan, schedule: EpochSchedule) -> Iterator
     Yield a sentence for each setting of a trainer that has another effect, or none, under a plan.
 
     Long samples, and rows that TRL may have truncated, get a sentence too. `save_steps`,
-    `eval_steps` and `warmup_steps` get one only if they are not the defaults and exceed the number
-    of steps of the schedule.
+    `eval_steps` and `warmup_steps` get a sentence only if they are not the defaults and exceed the
+    schedule's number of steps.
 
     Args:
         args: Training arguments, before `use_plan` changes them.

@@ -60,9 +60,9 @@ class SaveOnSigterm(TrainerCallback):
     @contextmanager
     def handling(self) -> Iterator[None]:
         """
-        Inside this context, record SIGTERM instead of ending the process. The context does nothing
-        outside of the main thread, where Python allows no signal handler. It also leaves a handler
-        of the program itself in place, unless it is to be replaced.
+        Inside this context, record SIGTERM instead of ending the process. Outside of the main
+        thread, where Python allows no signal handler, the context does nothing. The program's own
+        handler stays in place unless `replaces` is set.
         """
         self.received = self.stopped = False  # as an earlier call of `train` may have left them
         before, process = signal.getsignal(signal.SIGTERM), os.getpid()
@@ -216,7 +216,7 @@ def write_digests(folder: Path, *, share: int, num_shares: int) -> None:
 
 def find_damage(folder: Path, *, share: int, num_shares: int, remedy: str = COPY_AGAIN) -> str | None:
     """
-    Verify a share of a checkpoint's files; return a clause about damage, or None.
+    Verify a share of a checkpoint's files; return a clause that describes damage, or None.
 
     Args:
         folder: Folder of the checkpoint. A warning is logged if it was saved without digests.

@@ -73,7 +73,7 @@ def use_plan(
     plan are logged as warnings.
 
     The loss of a step is the mean over the supervised tokens of all its batches on all ranks. With
-    preference data, the loss is the mean over pairs of answers; with KTO, over rows.
+    preference data, the loss is the mean over pairs of answers, or over rows with KTO.
 
     Checkpoints are written by the trainer. A run can resume from a checkpoint in the middle of an
     epoch, also on another number of ranks. All rows are read once before the first step, unless
@@ -92,14 +92,14 @@ def use_plan(
             loss is then the mean over supervised tokens, or over pairs. None keeps the trainer's
             own evaluation.
         sequence_parallel_size: Number of neighbouring ranks that share each row of packed samples.
-            With `auto`, a pack longer than the packing length is shared by 2, 4, 8 … ranks: the
-            fewest with which no rank has more tokens than the packing length, but at most
+            With `auto`, 2, 4, 8 … ranks share a pack longer than the packing length. Their number
+            is the smallest with which no rank has more tokens than the packing length, but at most
             *max_sequence_parallel_size*. Every other pack is trained by one rank.
         max_sequence_parallel_size: Maximum number of ranks that share a pack under `auto`. None
             takes the largest power of two that divides the number of ranks.
         check: Whether a pack is compared with its samples alone before the first step, by the
-            trainer's loss and the gradients of embeddings. `unpad` then compares first calls too.
-            Neither comparison changes training by a single bit.
+            trainer's loss and the gradients of embeddings. `unpad` then also compares the first
+            calls of the model. Neither comparison changes training by a single bit.
 
     Raises:
         ArgumentError: The trainer is not supported, a setting contradicts the plan, or a row is not
@@ -160,8 +160,8 @@ def token_mean(outputs: Any, labels: torch.Tensor, num_items_in_batch: torch.Ten
     Args:
         outputs: Outputs of a causal language model; `logits` of shape (rows, tokens, vocabulary).
         labels: Labels of shape (rows, tokens).
-        num_items_in_batch: Number of supervised tokens of the whole step over all ranks. None takes
-            that of *labels*.
+        num_items_in_batch: Number of supervised tokens of the whole step over all ranks. None
+            counts the supervised tokens of *labels*.
     """
     logits, targets = outputs["logits"][:, :-1].float(), labels[:, 1:].to(outputs["logits"].device)
     total = F.cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=IGNORED_LABEL, reduction="sum")

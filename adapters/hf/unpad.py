@@ -2,9 +2,10 @@
 `unpad` makes a model skip padding; `separate_samples` makes it keep the samples of a row apart.
 
 `unpad` tries each module whose calls may be packed, with each way to find samples and to count
-positions, on rows with padding on the right, on the left and between tokens. The first module and
-way whose hooks (see `packed_calls`) leave all results unchanged are used. If there are none, those
-that change results for the fewest sides of padding are used, and these sides stay padded.
+positions. The trial rows have padding on the right, on the left and between tokens. `unpad` uses
+the first combination whose hooks (see `packed_calls`) leave all results unchanged. If there is
+none, `unpad` uses the combination that changes results for the fewest sides of padding, and these
+sides stay padded.
 
 `assert_unpadded_equal` compares the loss and the gradients of a batch with and without padding.
 """
@@ -49,8 +50,8 @@ log = logging.getLogger(__name__)
 
 _LENGTHS = (17, 3)
 """
-Number of real tokens in the first two rows of the probe; `_longest_probe` returns that of the
-third.
+Numbers of real tokens in the first two rows of the probe. `_longest_probe` returns the number for
+the third row.
 """
 
 _LONGEST = 29
@@ -158,7 +159,7 @@ def set_isolating_attention(
     model: Any, *, named: str, groups: RowGroups | None = None, logits: bool = False
 ) -> AttentionChoice:
     """
-    Give a model an attention that keeps samples apart in the model's small copy, and return it.
+    Set an attention that keeps samples apart in a small copy of the model; return the attention.
 
     Args:
         model: Model of transformers.
@@ -238,7 +239,7 @@ def _find_stack(model: Any, asked: Any, *, native: str, logits: bool) -> tuple[T
         logits: See `unpad`.
 
     Raises:
-        ModelError: With this text stack, results of rows that are padded on the right change.
+        ModelError: With every text stack, results of rows that are padded on the right change.
     """
     tried: list[tuple[TextStack, dict[str, str]]] = []
     for stack, own in zip(_candidate_stacks(asked), _candidate_stacks(model), strict=True):
@@ -279,8 +280,8 @@ def _candidate_stacks(model: Any) -> Iterator[TextStack]:
 
 def _hook_fault(model: Any, hooks: Unpadding, mask: torch.Tensor, *, native: str) -> str | None:
     """
-    Return a clause on how hooks change the results of rows with *mask*, or on the error that they
-    raise; None if they do neither.
+    Return a clause that says how hooks change the results of rows with *mask*, or which error they
+    raise. Return None if they do neither.
     """
     padding = getattr(trained_config(model.config).get_text_config(), "pad_token_id", None) or 0
     ids = _draw_ids(model).where(mask > 0, padding)
@@ -302,15 +303,15 @@ def _draw_ids(model: Any) -> torch.Tensor:
 
 def _longest_probe(config: Any) -> int:
     """
-    Return the number of tokens of the probe's longest row, which exceeds a bidirectional model's
-    window.
+    Return the number of tokens of the probe's longest row, which exceeds the local attention window
+    of a bidirectional model.
     """
     window = getattr(config, "local_attention", 0) if is_bidirectional(config) else 0
     return max(_LONGEST, window + 3)
 
 
 def _trial_masks(model: Any) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield each side of padding with a mask padded there; int64 of shape (rows, positions)."""
+    """Yield each side of padding, with a mask of this padding; int64 of shape (rows, positions)."""
     longest = _longest_probe(model.config)
     lengths = torch.tensor([*_LENGTHS, longest], device=next(model.parameters()).device)[:, None]
     columns = torch.arange(longest + 2, device=lengths.device)[None]

@@ -1,8 +1,8 @@
 """
-Arguments, template and rows of a training command, as ms-swift itself resolves them, and the run
-that plans the command.
+Arguments, template and rows of a training command, as ms-swift itself resolves them.
 
-No weights are loaded. Arguments that contradict a plan are refused, and named by their flags.
+`read_command` also returns the `RunConfig` by which Packplan plans the command. No weights are
+loaded. If arguments contradict a plan, an error names their flags.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -52,18 +52,18 @@ _SKIPPED_METHODS = (
 )  # fmt: skip
 """
 Methods of ms-swift's arguments that prepare devices, folders and trackers. `read_command` replaces
-them by functions that do nothing.
+them with functions that do nothing.
 """
 
 _STEP_ARGUMENTS = (
     "bf16", "fp16", "gradient_checkpointing", "vit_gradient_checkpointing", "optim", "use_liger_kernel", "use_cpu",
     "fsdp", "deepspeed", "data_seed", "train_dataloader_shuffle",
 )  # fmt: skip
-"""Arguments that decide the memory of a step or the order of rows; `training` has the same keys."""
+"""Arguments that decide the memory of a step or the order of rows; keys of `training` in a YAML."""
 
 Degrees = int | Literal["auto"]
 """
-Maximum number of ranks that share a long pack, as in `Plan.schedule`; 1 if each pack has one rank.
+Maximum number of ranks that share a long pack, as in `Plan.schedule`. With 1, no pack is shared.
 """
 
 _DRAWING = ("gkd", "grpo", "ppo")
@@ -77,7 +77,8 @@ class DryRun:
     """
     Mixin that makes a training pipeline of ms-swift prepare only its template and its rows.
 
-    No weights are loaded, rows are encoded only if texts are split, and no file is written.
+    No weights are loaded, and no file is written. Rows are encoded only if texts are split into
+    several samples.
     """
 
     args: Any
@@ -85,11 +86,10 @@ class DryRun:
 
     def read_rows(self) -> dict[str, Any]:
         """
-        Return the training rows under `train`, and under `eval` the evaluation rows, if there are
-        any.
+        Return the training rows under the key `train`, and evaluation rows, if any, under `eval`.
 
-        The values are `datasets.Dataset`s in ms-swift's order. If texts are split, the rows are
-        encoded. A cached data set is returned without its columns of lengths.
+        The values are `datasets.Dataset`s in ms-swift's order. If texts are split into several
+        samples, the rows are encoded. A cached data set is returned without its length columns.
 
         Raises:
             ConfigError: ms-swift cannot load the data, or there is no row to train.
@@ -125,7 +125,7 @@ class DryRun:
 
 def open_pipeline(arguments: Any) -> DryRun:
     """
-    Return ms-swift's own pipeline of a command, with its template but without weights.
+    Return ms-swift's own pipeline for a command, with a template but without weights.
 
     Args:
         arguments: Arguments that `read_command` has returned.
@@ -144,18 +144,18 @@ def read_command(
     degrees: Degrees = 1,
 ) -> tuple[Any, RunConfig]:  # fmt: skip
     """
-    Return a command's arguments as ms-swift resolves them, and the run that plans it.
+    Return a command's arguments as ms-swift resolves them, and the `RunConfig` that plans it.
 
-    No rows or weights are loaded. If the words begin with a YAML or JSON file, ms-swift reads it,
-    and sets the environment variables that it names.
+    No rows or weights are loaded. If the first word is a YAML or JSON file, ms-swift reads the
+    file, and sets the environment variables that the file names.
 
     Args:
         task: Command of ms-swift: `sft`, `pt` or `rlhf`.
         words: Words of the command line after the task.
-        world_size: Number of processes, or of groups of processes that share each row; None takes
-            the processes that the command starts.
+        world_size: Number of processes, or of groups of processes that share each row. None takes
+            the number of processes that the command starts.
         count_started: Function that returns the number of training processes that the command
-            starts; it is called after ms-swift has read the file.
+            starts. It is called after ms-swift has read the file.
         degrees: See `Degrees`.
 
     Raises:
@@ -192,7 +192,7 @@ def run_of_arguments(
     arguments: Any, num_processes: int, *, task: str = "", words: Sequence[str] = (), degrees: Degrees = 1
 ) -> RunConfig:
     """
-    Return the run that plans a command.
+    Return the `RunConfig` by which Packplan plans a command.
 
     Args:
         arguments: Arguments as ms-swift resolves them.
@@ -244,7 +244,7 @@ def run_of_arguments(
 
 @contextmanager
 def _wrap_swift_errors() -> Iterator[None]:
-    """Turn any exception in this context, such as one of ms-swift, into a ConfigError."""
+    """Turn any exception in this context, such as an error of ms-swift, into a ConfigError."""
     try:
         yield
     except ConfigError:
@@ -258,7 +258,7 @@ def _wrap_swift_errors() -> Iterator[None]:
 @contextmanager
 def loading_rows(arguments: Any) -> Iterator[None]:
     """
-    Turn any exception in this context, where the rows of a command are loaded, into a ConfigError.
+    Turn any exception while the rows of a command are loaded into a ConfigError.
 
     If lines of data files are not valid JSON, the faults of the error name these lines.
     """
@@ -312,9 +312,7 @@ def unplanned_rlhf(arguments: Any) -> str | None:
 
 
 def row_ranks(arguments: Any) -> int:
-    """
-    Return the number of ranks that share each row, from the arguments after `prepare_arguments`.
-    """
+    """Return the number of ranks that share each row, as `prepare_arguments` has stored it."""
     return getattr(arguments, "packplan_row_ranks", 1)
 
 
@@ -337,7 +335,7 @@ def _plan_conflicts(arguments: Any) -> Iterator[Fault]:
 
 
 def _sharing_conflicts(arguments: Any) -> Iterator[Fault]:
-    """Yield each argument under which the number of ranks of a pack cannot depend on its length."""
+    """Yield each argument that prevents ranks from sharing packs by length."""
     without = "write the plugin without --sequence-parallel-size auto"
     if kind := getattr(arguments, "rlhf_type", None):
         yield Fault("--rlhf_type", f"is {kind}, whose packs ranks cannot share by length: {without}")

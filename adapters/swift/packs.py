@@ -58,12 +58,12 @@ def encoded_row_facts(row: Mapping[str, Any]) -> tuple[bytes, int]:
 
 def add_row_facts(rows: Any, lengths: list[int], digests: list[bytes], supervised: list[int]) -> Any:
     """
-    Return rows with the columns that `RowFactsPreprocessor` adds, filled with known facts.
+    Return rows with the columns that `RowFactsPreprocessor` adds, filled with known values.
 
     Args:
         rows: A `datasets.Dataset`.
         lengths: Number of tokens of each row.
-        digests: Digest of each row, of 16 bytes; rows that train differently have different
+        digests: Digest of 16 bytes for each row. Rows that train differently have different
             digests.
         supervised: Number of supervised tokens of each row.
     """
@@ -76,8 +76,8 @@ class PlannedPacks(Dataset[PackOfRows]):
     Packs of an ms-swift data set: item k has the encoded rows of pack k.
 
     Every process plans by itself, and gets the same packs, since equal lengths give equal packs. A
-    row that has another length than planned, or that cannot be encoded, raises an error, and is not
-    replaced by another row.
+    row whose length differs from the plan, or that cannot be encoded, raises an error: no other row
+    replaces it.
     """
 
     def __init__(
@@ -97,7 +97,7 @@ class PlannedPacks(Dataset[PackOfRows]):
             template: Template of ms-swift, which encodes rows.
             dataset: Rows with a column `lengths`: the number of tokens of a sample, or a list with
                 a number for each answer of a pair.
-            num_proc: Not used.
+            num_proc: Number of processes, which ms-swift passes; not used.
             packing_length: Maximum number of tokens of a pack; None takes the template's
                 `max_length`.
             packing_strategy: Value of `--packing_strategy`.
@@ -158,7 +158,7 @@ def count_tokens(lengths: int | Sequence[int]) -> int:
 
 
 class PackCollator:
-    """Wrapper of ms-swift's collator that adds the pack indices of a batch under `PACK`."""
+    """Wrapper of ms-swift's collator that adds the pack indices of a batch under the key `PACK`."""
 
     def __init__(self, collate: Callable[[list[Any]], dict[str, Any]]) -> None:
         self._collate = collate

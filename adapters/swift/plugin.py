@@ -51,11 +51,11 @@ def install(
     """
     Make `swift sft`, `swift pt` and `swift rlhf --rlhf_type dpo` train planned packs.
 
-    `--rlhf_type kto` trains planned packs if `--packing` is set, the model takes text alone, and no
+    `--rlhf_type kto` trains planned packs if `--packing` is set, the model takes only text, and no
     ranks share rows. Without `--packing`, and with other types, `swift rlhf` trains its own
-    batches, with models that skip padding. The file that is passed to `--external_plugins` calls
-    this function. Other commands, such as `swift infer`, may load the same file from a checkpoint,
-    and are not changed by it.
+    batches, and its models skip padding. The file that is passed to `--external_plugins` calls this
+    function. Other commands, such as `swift infer`, may load the same file from a checkpoint, and
+    are not changed by it.
 
     Args:
         checksum: Checksum of the only plan that may be trained, from the file that `packplan plugin
@@ -65,7 +65,7 @@ def install(
         degrees: Maximum number of ranks that share a pack longer than `--packing_length`. The
             number has to be a power of two that divides the number of ranks; `auto` takes the
             largest one.
-        max_left_out: Largest share of the training rows that may be left out, since they are too
+        max_left_out: Largest share of the training rows that may be left out because they are too
             long or cannot be encoded. If ms-swift leaves out more rows, the command stops.
         take_stored: Function that returns the rows of a pipeline with stored lengths, and raises
             PackplanError if no stored lengths fit. With None, ms-swift measures all rows.
@@ -91,10 +91,10 @@ def install(
 
 def _as_method(step: Callable[..., Any]) -> Callable[..., Any]:
     """
-    Return *step* as a plain function, so that a class can have it as a method.
+    Return *step* as a plain function, which a class can have as a method.
 
     A PackplanError raised by *step* ends the process with the error's message, without a traceback.
-    Faulty arguments, which are the same on all ranks, are printed by rank 0 only.
+    Errors in arguments, which are the same on all ranks, are printed by rank 0 only.
     """
 
     def method(*given: Any, **options: Any) -> Any:
@@ -109,7 +109,7 @@ def _as_method(step: Callable[..., Any]) -> Callable[..., Any]:
 
 def _load_rows(load: Callable[[Any], Any], pipeline: Any) -> Any:
     """
-    Return the rows of a pipeline from its own step *load*; ConfigError if a file cannot be read.
+    Return the rows that *load*, a step of ms-swift's pipeline, reads; ConfigError if it fails.
     """
     with loading_rows(pipeline.args):
         return load(pipeline)
@@ -119,7 +119,7 @@ def _replace_padding_free(resolve: Callable[[Any], None], arguments: Any) -> Non
     """
     Turn `--padding_free` into `--packing`, before *resolve* sets arguments that depend on packing.
 
-    Types of `swift rlhf` without a plan keep their own batches.
+    Trainers of `swift rlhf` that follow no plan keep their own batches.
     """
     if arguments.padding_free and not arguments.packing and unplanned_rlhf(arguments) is None:
         arguments.packing = True
@@ -169,7 +169,8 @@ class _PlannedPipeline:
 
     def _take_stored(self, pipeline: Any, data_sets: Sequence[Any]) -> list[Any] | None:
         """
-        Return data sets with their stored lengths; None unless stored lengths fit on every rank.
+        Return data sets with their stored lengths; None unless every rank has stored lengths for
+        them.
         """
         arguments, rows, reason = pipeline.args, None, ""
         others = (arguments.cached_dataset, arguments.cached_val_dataset, arguments.predict_with_generate)
@@ -189,7 +190,7 @@ class _PlannedPipeline:
         return rows
 
     def _report_left_out(self, arguments: Any, name: str, number: int, num_rows: int) -> None:
-        """Print the number of rows left out; DataSetError if it exceeds the allowed share."""
+        """Print the number of rows left out; DataSetError if their share exceeds `max_left_out`."""
         rows = f"{number:,} of {counted(num_rows, 'row')} of {name} ({number / num_rows:.1%}) {verb_for(number)}"
         text = f"--max_length is {arguments.max_length:,}, and {rows} left out: too long, or not encodable"
         if arguments.packing:
@@ -218,8 +219,8 @@ class _PlannedPipeline:
             report(f"warning: {text}")
         found = plan_checksum(packs.plan.packs, lengths=packs.plan.lengths)
         if self.checksum not in (None, found):
-            message = f"the plan is {found[:12]} instead of {self.checksum[:12]}: data or arguments have changed"
-            raise DataSetError(message)
+            fact = f"the plan is {found[:12]} instead of {self.checksum[:12]}, since data or arguments have changed"
+            raise DataSetError(f"{fact}: write the plugin again")
         return packed
 
     def train(self, pipeline: Any, trainer: Any) -> Any:

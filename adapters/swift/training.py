@@ -23,7 +23,7 @@ from packplan.core.schedule import EpochSchedule
 from packplan.core.surface import Plan
 
 _MODELS = ("model", "ref_model", "reward_model", "value_model", "teacher_model")
-"""Attributes of a pipeline of ms-swift whose value is a model, or a list of models."""
+"""Attributes of an ms-swift pipeline that hold a model or a list of models."""
 
 
 def follow_plan(
@@ -42,8 +42,8 @@ def follow_plan(
 
     Raises:
         ArgumentError: A setting contradicts the plan.
-        MismatchError: Ranks have different plans or rows. Training raises this error if the first
-            pack trains differently from its samples alone.
+        MismatchError: Ranks have different plans or rows. Training also raises this error if loss
+            or gradients of the first pack differ from those of its samples alone.
         ModelError: The probe fails: samples of a row influence each other.
     """
     packs, eval_packs, sharing = trainer.train_dataset, _eval_packs(trainer), row_ranks if degrees == 1 else degrees
@@ -74,14 +74,14 @@ def follow_plan(
 
 def unpad_models(pipeline: Any) -> list[Unpadding]:
     """
-    Make each model of an ms-swift pipeline compute no padding; return the hooks of each.
+    Make each model of an ms-swift pipeline skip padding; return the hooks of each model.
 
     Raises:
         ModelError: The probe of a model fails.
     """
     found = [getattr(pipeline, name, None) for name in _MODELS]
     models = {one: None for held in found for one in (held if isinstance(held, list) else [held]) if one is not None}
-    SEEING.update(part for model in models for part in model.modules())  # ms-swift adds images to calls without
+    SEEING.update(part for model in models for part in model.modules())  # ms-swift adds images to calls without any
     return [unpad(model) for model in models]
 
 
