@@ -1,4 +1,4 @@
-"""Aligned plans: the raw plan's packs, cut or repeated until the number of ranks divides them."""
+"""Aligned plans: packs of a raw plan, dropped or repeated until all ranks have equally many."""
 
 import attrs
 import numpy as np
@@ -16,8 +16,8 @@ loads if the step's number of microbatches divides this number.
 
 _CLASSES = 8
 """
-Divisor of the fewest tokens per rank of any shared pack; the quotient is the width of a length
-class. Shared packs of the same class are placed next to each other.
+A length class is as wide as the smallest number of tokens per rank of any shared pack, divided by
+this number. Shared packs of the same class are placed next to each other.
 """
 
 
@@ -31,7 +31,7 @@ class AlignedPlan(HasPacks):
     """
 
     packs: Packs
-    """Packs of the raw plan: the last ones dropped, or the first ones repeated at the end."""
+    """Packs of the raw plan, without the dropped packs, or followed by the repeated packs."""
 
     world_size: int
     """Number of data-parallel ranks."""

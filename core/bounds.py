@@ -13,8 +13,8 @@ from packplan.core.patterns.search import CLOSE
 
 _FIXED_EFFORT, _EFFORT_OF_A_SAMPLE = 380_000, 0.3
 """
-Steps of the usual search for a lower bound: a fixed number (about 0.1 s), and a number per sample
-(about as long as planning takes per sample).
+Steps of the usual search for a lower bound: a fixed number, which takes about 0.1 s, and a number
+for each sample. The steps of a sample take about as long as planning it.
 """
 
 
@@ -62,7 +62,7 @@ def find_bound(
     solved. The linear program takes seconds for thousands of distinct lengths, and minutes for ten
     thousand.
 
-    The linear program is skipped in two cases: if there are more than 20,000 distinct lengths, or
+    The linear program is skipped if there are more than 20,000 distinct lengths. It is also skipped
     if the capacity, divided by the greatest common divisor of the lengths, is above 131,072.
 
     Args:

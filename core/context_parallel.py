@@ -3,8 +3,8 @@ Context parallelism: the layout of sequences in a packed row, and the part of th
 computes.
 
 Each sequence is padded separately and cut into 2 x cp_size chunks of equal length. Rank r computes
-the r-th chunk from the head and the r-th chunk from the tail, so that all ranks do the same work in
-causal attention. A rank's row contains its chunks of the first sequence, then its chunks of the
+the r-th chunk from the head and the r-th chunk from the tail. All ranks therefore do the same work
+in causal attention. A rank's row contains its chunks of the first sequence, then its chunks of the
 second, and so on. Targets are shifted before the row is cut, because the token after the last token
 of a chunk is on another rank.
 """
@@ -96,8 +96,8 @@ class PackedLayout:
     computes.
 
     Raises:
-        ArgumentError: The two arrays do not describe one row, or a sequence has no token, or its
-            padded length cannot be cut into equal chunks for the ranks.
+        ArgumentError: The two arrays do not describe one row, a sequence has no token, or a padded
+            sequence cannot be cut into equal chunks for the ranks.
     """
 
     cu_seqlens: IntArray = attrs.field(converter=_frozen_copy)

@@ -22,7 +22,9 @@ from packplan.core.policy import PlanPolicy
 from packplan.core.schedule import EpochSchedule, Progress
 
 MOST_EPOCHS = 10_000
-"""Maximum number of planned epochs, so that far too large a number of steps is refused early."""
+"""
+Maximum number of planned epochs. With this limit, a far too large number of steps is refused early.
+"""
 
 
 @attrs.frozen(kw_only=True, eq=False)
@@ -62,8 +64,8 @@ class RecordLengths:
 
     sizes: tuple[int, ...] = ()
     """
-    Number of records in each source of the data, in order. Mixes draw from sources, and records of
-    epochs count samples and tokens by source.
+    Number of records in each source of the data, in order. Mixes draw from sources, and an
+    `EpochRecord` counts samples and tokens by source.
     """
 
     works: NDArray[np.float64] | None = None
@@ -86,7 +88,7 @@ class RecordLengths:
         """
         Return the length of each record, or 0 if a mix may not draw it; shape (num_records,).
 
-        A mix never draws bad records, nor long samples if the policy skips long samples.
+        A mix never draws bad records, and never draws long samples that the policy skips.
         """
         is_kept = policy.allow_single_long or self.lengths < policy.packing_length
         return np.where(is_kept, self.lengths, 0)
@@ -141,8 +143,8 @@ def epoch_selection(recipe: EpochRecipe, policy: PlanPolicy, records: RecordLeng
 
     An index is repeated if the record is drawn more than once.
 
-    A mix never draws long samples that the policy skips: drawn and then skipped, they would change
-    the shares of the mix's sources.
+    A mix never draws long samples that the policy skips. If such samples were drawn and then
+    skipped, the shares of the mix's sources would change.
 
     Args:
         recipe: Mixes and seed that decide the samples of each epoch.
@@ -240,7 +242,7 @@ def schedule_epochs(
     """
     Return a schedule over separately planned epochs, and the record of each epoch.
 
-    The returned schedule has no work of packs (`works` is None).
+    `works` of the returned schedule is None.
 
     Args:
         schedule: Settings of the schedule, and the epoch and step where training starts.

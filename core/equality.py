@@ -69,14 +69,14 @@ layers.
 
 _LOSS_SHARE = 0.1
 """
-Minimum divisor of a loss's difference, as a share of the loss's terms, since rounding errors grow
-with the logits.
+Smallest divisor of a difference between losses, as a share of the loss's terms. Rounding errors
+grow with these terms.
 """
 
 
 PROBE_VERSION = 3
 """
-Version of the probe, to be raised if the probe can find new faults, so that stored verdicts are
+Version of the probe. Raise it when the probe can find new faults, so that stored verdicts are
 computed again.
 """
 
@@ -291,7 +291,8 @@ class ProbeResult:
     isolation: float
     """
     Largest gradient of a sample's logits with respect to another sample, divided by the largest
-    gradient with respect to the sample itself. 0 if no gradient passes between samples.
+    gradient with respect to the sample itself. The value is 0 if no gradient passes between
+    samples.
     """
 
     logits: float

@@ -43,8 +43,9 @@ Name of a digest -> its name in a message. A digest is reported only if no other
 
 _MOST, _MOST_CHARACTERS, _BEFORE = 3, 80, 20
 """
-Limits for the text of a difference: maximum number of values or ranks, maximum characters of a
-value, and characters shown before the first one that differs.
+Limits for the text of a difference. The first limits the number of values and of ranks, and the
+second the characters of a value. The third is the number of characters shown before the first that
+differs.
 """
 
 LINE_WIDTH = 110
@@ -52,8 +53,8 @@ LINE_WIDTH = 110
 
 MAX_LINE, MAX_LINES = 500, 60
 """
-Maximum characters per line, and maximum lines, of an error's text. A long quotation therefore never
-hides the fact or the remedy.
+Maximum number of characters per line, and of lines, in an error's text. A long quotation therefore
+never hides the fact or the remedy.
 """
 
 
@@ -188,7 +189,7 @@ class ArgumentError(_FactError, UserError, ValueError):
 @attrs.define(eq=False)
 class ModelError(_FactError, UserError):
     """
-    The model cannot be packed, or not with this attention; or its work or memory cannot be
+    The model cannot be packed, at least not with this attention, or its work or memory cannot be
     computed.
     """
 
@@ -248,7 +249,7 @@ class StaleError(_FactError, UserError):
         Args:
             index: Index of the sample.
             where: Place of the sample's record.
-            differences: Values when it was planned, and values when it was fetched.
+            differences: Values that were planned, and values that were found now.
             copy: Folder of the copy from which the data file is read; None if the original file is
                 read.
         """
@@ -274,14 +275,16 @@ class NotBuiltError(UserError):
 @attrs.define(eq=False)
 class OutputError(UserError):
     """
-    A file, folder or stream cannot be written: no permission, no space left, or locked by another
-    job.
+    A file, folder or stream cannot be written, for example because another job locks it or the disk
+    is full.
     """
 
     path: str
     reason: str
     kind: str = "refused"
-    """`refused` by the operating system, or `locked` by another job."""
+    """
+    `refused` if the operating system refuses the write, or `locked` if another job holds the lock.
+    """
 
     def _full_text(self) -> str:
         return f"{self.path} cannot be written: {self.reason}"
@@ -365,8 +368,8 @@ class RankDifference:
 
 def _differing_part(value: str | None, same: int) -> str:
     """
-    Return a value as text. Of a long value, return only the part around its first difference, after
-    *same* characters.
+    Return a value as text; if it is long, only the part around the first difference, which follows
+    *same* equal characters.
     """
     if value is None or len(value) <= _MOST_CHARACTERS:
         return "absent" if value is None else value

@@ -33,8 +33,8 @@ SEAL = "sha256"
 
 STATE_FORMAT = 3
 """
-Version of the format of sealed states, to be raised whenever a field of a state is added or
-removed. The first version had no number. A new field needs a default, which is used for older
+Version of the format of sealed states. Raise it whenever a field of a state is added or removed.
+States of the first version store no number. A new field needs a default, which is used for older
 states.
 """
 

@@ -47,7 +47,8 @@ _QUANTILES = (1.0, 0.0, 0.5, 0.75, 0.25)
 _WINDOW = 8
 """
 Divisor of the number of packs. A measured step of similar packs has at most an eighth of all packs,
-neighbours in the order of work, but at least one pack. The step may contain a pack several times.
+but at least one pack. The packs are neighbours in the order of work. The step may contain a pack
+several times.
 """
 
 _PREFIXES = {"": 0, "K": 1, "M": 2, "G": 3, "T": 4}
@@ -56,8 +57,8 @@ _FORM = re.compile(r"(\d+(?:\.\d+)?) ?([KMGT]?)(iB|B|)")
 
 MARGIN = 0.1
 """
-Share that is added to a traced peak: for rounded block sizes, fragmentation, and the memory of CUDA
-and of collectives. This margin is an assumption, and was not measured on a GPU.
+Share that is added to a traced peak, to allow for rounded block sizes, fragmentation, and the
+memory of CUDA and of collectives. This margin is an assumption, and was not measured on a GPU.
 """
 
 _STEP = 64
@@ -81,8 +82,8 @@ class Pause:
 
     every: int
     """
-    Optimizer steps between two pauses. There is also a pause at the end of the run. 0 means no
-    pause after any step.
+    Number of optimizer steps between two pauses, with another pause at the end of the run. 0 means
+    no pause after any step.
     """
 
     at_start: bool = False
@@ -262,8 +263,8 @@ class Timing:
 
     step_error: float | None = None
     """
-    Relative error that 95 % of the steps do not exceed, each in the fit that left it out; None if
-    unknown.
+    Relative error that 95 % of the measured steps do not exceed; None if unknown. The error of a
+    step comes from the fit that leaves this step out.
     """
 
     def uncertainty(self, seconds: float, refit_seconds: Sequence[float]) -> float | None:
@@ -583,8 +584,8 @@ def peak_candidates(tokens: NDArray[Any], supervised: NDArray[Any], patches: NDA
     """
     Return the indices of the packs that may need the most memory.
 
-    The candidates are the packs with the most tokens, with the most supervised tokens, with the
-    most patches, and with the largest sum of the three, each divided by its maximum.
+    The candidates are the packs with the most tokens, supervised tokens and patches. A further
+    candidate is the pack with the largest sum of the three numbers, each divided by its maximum.
 
     Args:
         tokens: Tokens of each pack; shape (num_packs,).
@@ -655,8 +656,8 @@ def longest_fit(peak_at: Callable[[int], int], *, start: int, limit: int, most: 
 
 def _second_length(start: int, most: int) -> int:
     """
-    Return the second length to trace: twice the first if it is at most *most* tokens, else half of
-    it.
+    Return the second length to trace: twice *start* if that is at most *most* tokens, else half of
+    *start*.
     """
     return 2 * start if 2 * start <= most else max(1, start // 2)
 

@@ -70,13 +70,13 @@ class PlanSummary:
 
     gap: float | None
     """
-    Number of packs above the lower bound, divided by the bound; dropped packs count. None without
-    packing.
+    Number of packs above the lower bound, dropped packs included, divided by the bound; None
+    without packing.
     """
 
     auto_packs: int
     """
-    Approximate number of packs with the algorithm `auto`. 0 if `auto` saves at most 0.2 %, or was
+    Approximate number of packs with the algorithm `auto`; 0 if `auto` saves at most 0.2 % or was
     not compared.
     """
 
@@ -197,7 +197,7 @@ class ScheduleSummary:
     work_imbalance: float
     """
     Work of the busiest rank divided by the mean work of all ranks, averaged over the steps of the
-    measured epoch. 1 if all ranks have equal work.
+    measured epoch. The value is 1 if all ranks have equal work.
     """
 
     worst_work_imbalance: float
@@ -318,7 +318,8 @@ def describe_training(
         lengths: Tokens of each record, 0 for a record that is not a sample.
         schedule: Schedule of the plan.
         packed: Whether samples share packs. If false, each sample is a pack.
-        unit: Noun for what computes a pack, such as `rank` or the name of a group of ranks.
+        unit: Noun for the unit that computes a pack, such as `rank` or the name of a group of
+            ranks.
     """
     long, limit, size = list(plan.single_long) if packed else [], plan.packing_length, schedule.batch_size
     held, left_out = "none: samples are trained in padded batches", []
@@ -701,8 +702,8 @@ def compare_packs(first: Packs, second: Packs) -> dict[str, IntArray]:
     """
     Return the samples that two plans pack differently, ascending.
 
-    `new` samples are only in *second*, `gone` samples are only in *first*, and `moved` samples are
-    in both plans but share their pack with different samples.
+    `new` samples are only in *second*, and `gone` samples are only in *first*. `moved` samples are
+    in both plans, but share their pack with different samples.
 
     Args:
         first: Packs of the first plan; indices ascend in each pack.

@@ -8,8 +8,8 @@ writes a `PackingTrace`, whose entries name lengths by their indices. Only `Pack
 processes single samples, in passes over cache-sized blocks.
 
 Best fit and first fit place the longest samples first. A bin that gets a sample keeps getting
-samples of the same length until they no longer fit: in first fit, it remains the first bin that
-fits; in best fit, it becomes the fullest bin. Neighbouring bins with equal room are therefore
+samples of the same length until they no longer fit. In first fit, this bin remains the first that
+fits. In best fit, it becomes the fullest bin. Neighbouring bins with equal room are therefore
 filled in one step. The packs are exactly those of the usual algorithms, which place one item at a
 time (Johnson, "Near-optimal bin packing algorithms", 1973).
 """
@@ -62,7 +62,7 @@ class PackingTrace:
     """
     Compact list of the bins into which an algorithm puts the samples of each length.
 
-    An entry is (index, first, num, per_bin): each of the bins `first … first + num - 1` gets
+    An entry is (index, first, num, per_bin). Each of the bins `first … first + num - 1` gets
     `per_bin` samples of the length at *index*. Entries of one length use up its samples in the
     order in which the entries were written.
     """

@@ -26,7 +26,7 @@ class PackingMetrics:
     """Lower bound on the number of packs: no packing has fewer."""
 
     packs_by_tokens: int
-    """`ceil(tokens / capacity)`."""
+    """Number of packs if all packs were full: `ceil(tokens / capacity)`."""
 
     fill: Fraction
     """Sum of `load / capacity` over all packs."""

@@ -40,8 +40,8 @@ class Source:
 
     cap: int | None = None
     """
-    Maximum samples of this source in an epoch, or tokens with `by: tokens`. The other sources fill
-    the rest, by their ratios.
+    Maximum number of samples of this source in an epoch, or of tokens with `by: tokens`. The other
+    sources fill the rest, by their ratios.
     """
 
     replacement: bool = False
@@ -53,24 +53,24 @@ class Mix:
     """Sources whose samples are drawn again each epoch, by ratio or count."""
 
     sources: tuple[Source, ...]
-    """The data sets; at least one, each file once."""
+    """Data sets of the mix: at least one, and no file twice."""
 
     by: Literal["samples", "tokens"] = "samples"
     """Unit of the ratios and caps."""
 
     samples_per_epoch: int | None = None
     """
-    Samples of all sources in an epoch. If unset, an epoch ends when the first source runs out. If
-    no source can run out, an epoch has all samples within the caps.
+    Number of samples of all sources in an epoch. If unset, an epoch ends when the first source runs
+    out. If no source can run out, an epoch has all samples within the caps.
     """
 
     tokens_per_epoch: int | None = None
-    """Tokens of all sources in an epoch, with `by: tokens`."""
+    """Number of tokens of all sources in an epoch, with `by: tokens`."""
 
     @property
     def epoch_total(self) -> int | None:
         """
-        Number of samples in an epoch, or of tokens if the mix is by tokens. None if the YAML gives
+        Number of samples in an epoch, or of tokens if the mix is by tokens; None if the YAML gives
         no total.
         """
         return self.samples_per_epoch if self.by == "samples" else self.tokens_per_epoch
@@ -119,9 +119,9 @@ def quotas(mix: Mix, available: Sequence[int]) -> list[Fraction]:
     """
     Return the number of samples to draw from each source, or of tokens if the mix is by tokens.
 
-    Numbers of samples are whole: the shares with the largest fractions are rounded up, of equal
-    fractions those of the first sources, and all others are rounded down. Numbers of tokens are
-    exact fractions.
+    Numbers of samples are whole: shares with the largest fractional parts are rounded up, and all
+    others down. Of equal fractional parts, those of the first sources are rounded up first. Numbers
+    of tokens are exact fractions.
 
     Args:
         mix: A mix whose values have no faults.
@@ -153,8 +153,8 @@ def quotas(mix: Mix, available: Sequence[int]) -> list[Fraction]:
 
 def _max_total(mix: Mix, available: Sequence[int], ratios: Sequence[Fraction], caps: Sequence[int | None]) -> Fraction:
     """
-    Return the largest total at which no source with a ratio runs out; if none can run out, the
-    total of all their samples within the caps.
+    Return the largest total at which no source with a ratio runs out. If no source can run out,
+    return the total of all samples of these sources, within the caps.
     """
     sized = list(zip(mix.sources, available, ratios, caps, strict=True))
     levels = [
@@ -169,8 +169,8 @@ def _max_total(mix: Mix, available: Sequence[int], ratios: Sequence[Fraction], c
 
 def _exact_shares(total: Fraction, ratios: Sequence[Fraction], caps: Sequence[int | None]) -> list[Fraction]:
     """
-    Divide a total by ratios, limited by caps, as exact fractions. If caps limit all shares, their
-    sum is below the total.
+    Divide a total into shares by ratio, each limited by its cap, as exact fractions. If caps limit
+    all shares, their sum is below the total.
     """
     shares = [Fraction(0)] * len(ratios)
     free = {number for number, ratio in enumerate(ratios) if ratio}
@@ -238,7 +238,7 @@ def draw_in_order(mixes: Mixes, sizes: Sequence[int], *, seed: int, epoch: int) 
     training, int64.
 
     Args:
-        mixes: Mixes without `mixes_faults` and `stream_faults`.
+        mixes: Mixes in which `mixes_faults` and `stream_faults` find no fault.
         sizes: Number of records in each file of `mixes.files`.
         seed: Seed of the draws and of the order, from 0.
         epoch: Number of the epoch, from 0. Each epoch has its own draw and order.
@@ -268,7 +268,7 @@ def select_records(mixes: Mixes, lengths: Lengths, sizes: Sequence[int], *, seed
     If the mix is by samples and every record can be drawn, `draw_in_order` draws the same records.
 
     Args:
-        mixes: Mixes without `mixes_faults` and `measured_mixes_faults`.
+        mixes: Mixes in which `mixes_faults` and `measured_mixes_faults` find no fault.
         lengths: Tokens of each record of `mixes.files`, 0 if the record cannot be drawn.
         sizes: Number of records in each file.
         seed: Seed of the draws, from 0.
@@ -287,7 +287,8 @@ def select_records(mixes: Mixes, lengths: Lengths, sizes: Sequence[int], *, seed
 
 def _draw_positions(pool: Pool, mix: Mix, quota: Fraction, seed: Seed) -> IntArray:
     """
-    Draw positions in a pool, ascending, so that their samples or tokens come nearest to the quota.
+    Draw positions in a pool, so that their number of samples or tokens is nearest to the quota;
+    return them ascending.
     """
     bits, size = np.random.PCG64(seed), len(pool.indices)
     if not pool.source.replacement and quota >= pool.available(mix):
@@ -308,13 +309,13 @@ def select_lowest_keys(keys: NDArray[np.uint64], weights: IntArray, quota: Fract
 
     The positions ascend. At least one position is selected, unless the quota is 0.
 
-    Among equal keys, lower positions come first. The time is linear for random keys. Only the keys
-    are sorted that have the same highest 16 bits as the key at which the sum reaches the quota.
+    Among equal keys, lower positions come first. The time is linear for random keys: only keys with
+    the same highest 16 bits as the key at which the sum reaches the quota are sorted.
 
     Args:
         keys: Random key of each sample; shape (num_samples,).
         weights: Tokens of each sample, or ones, >= 1; shape (num_samples,).
-        quota: Sum of weights to come nearest to.
+        quota: Wanted sum of weights.
         cap: Maximum sum of weights, at least *quota* and the weight of the lowest key. None sets no
             limit.
     """
@@ -410,7 +411,7 @@ def measured_mixes_faults(mixes: Mixes, lengths: Lengths, sizes: Sequence[int], 
     Yield the faults of mixes that can be found only after samples are measured.
 
     Args:
-        mixes: Mixes without `mixes_faults`.
+        mixes: Mixes in which `mixes_faults` finds no fault.
         lengths: Tokens of each record of `mixes.files`, 0 if the record cannot be drawn.
         sizes: Number of records in each file.
         epochs: Number of trained epochs. Mixes of later epochs are not checked.

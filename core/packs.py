@@ -26,8 +26,8 @@ from packplan.core.lengths import IntArray, Lengths, as_lengths
 
 BLOCK = 1 << 16
 """
-Number of samples that are sorted at a time, so that their keys fit into the CPU cache, where a
-radix sort is five times faster.
+Number of samples that are sorted at a time. Their keys then fit into the CPU cache, where a radix
+sort is five times faster.
 """
 
 
@@ -68,8 +68,8 @@ class Packs(Sequence[list[int]]):
     @classmethod
     def from_lists(cls, packs: Iterable[Sequence[int]]) -> Packs:
         """
-        Make packs from lists of sample indices, in the given order; ArgumentError if a pack is
-        empty, or if an index is not a whole number from 0.
+        Make packs from lists of sample indices, in the given order. Raise an ArgumentError if a
+        pack is empty, or if an index is not a whole number from 0.
         """
         packs = list(packs)
         offsets = np.zeros(len(packs) + 1, dtype=np.int64)

@@ -1,6 +1,6 @@
 """
-Planning: from the lengths of samples to a raw plan. Long samples are planned first. Packs are then
-made, filtered by their fill, and ordered.
+Planning: makes a raw plan from the lengths of samples. Long samples are planned first. The other
+samples are then packed, and the packs are filtered by their fill and ordered.
 """
 
 from __future__ import annotations
@@ -93,9 +93,9 @@ class RawPlan(HasPacks):
 
     auto_packs: int = attrs.field(default=0, eq=False)
     """
-    Approximate number of packs that the algorithm `auto` would need for the same samples, found by
-    the search for the lower bound. 0 if `auto` saves at most 0.2 %, if the policy is `replanned`,
-    or if the packs depend on more than the number of samples of each length.
+    Approximate number of packs that the algorithm `auto` would need for the same samples. The
+    search for the lower bound finds this number. It is 0 if `auto` saves at most 0.2 %, if the
+    policy is `replanned`, or if the packs depend on more than the number of samples of each length.
     """
 
     @property
@@ -157,7 +157,8 @@ def build_raw_plan(
         lengths: Tokens of each sample, >= 1.
         policy: Settings that decide the plan. None uses only *fields*, which then need
             `packing_length`.
-        epoch: Number of the planned epoch, from 0; without effect unless the policy is `replanned`.
+        epoch: Number of the planned epoch, from 0. It has no effect unless the policy is
+            `replanned`.
         works: Work of each sample in any unit, >= 0, for algorithms that pack by work (`balanced`).
             None derives the work from the lengths.
         images: Number of images of each sample; needed if the policy has `max_images`.

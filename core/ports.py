@@ -49,7 +49,7 @@ class LengthSource(Protocol):
 
     def digest_and_folder(self, index: int, /) -> tuple[str, str]:
         """
-        Return the digest of record *index*, and the folder where its relative media paths start.
+        Return the digest of record *index*, and the folder to which its media paths are relative.
 
         The folder is absolute.
         """

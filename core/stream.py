@@ -23,8 +23,8 @@ PACKER_VERSION = str(binpacking.__version__)
 
 RULES_VERSION = 2
 """
-Version of the rules by which buffers are packed. A run can only be resumed with the version with
-which it started.
+Version of the rules by which buffers are packed. A run can be resumed only with the version that
+started it.
 """
 
 
@@ -43,10 +43,13 @@ class StreamOptions:
     """
 
     packing_buffer: int = 512
-    """Minimum number of samples that are packed together, except at the end of a reader."""
+    """
+    Minimum number of samples that are packed together, except when a reader has read its last
+    sample.
+    """
 
     min_fill_ratio: Fraction = attrs.field(default=Fraction(65, 100), converter=_exact_ratio)
-    """Share of the packing length from which a pack counts as full enough, as an exact decimal."""
+    """Fill below which a pack counts as underfilled, as an exact decimal."""
 
     drop_last: bool = True
     """Whether packs that are still underfilled at the end of an epoch are dropped."""
@@ -95,8 +98,8 @@ class StreamCounts:
 
     filled_tokens: int = 0
     """
-    Sum over all trained packs of a pack's tokens, limited to the packing length, so that the pack
-    of a long sample counts as full.
+    Sum of the tokens of all trained packs. Each pack adds at most the packing length, so that the
+    pack of a long sample counts as full.
     """
 
     tokens: int = 0
@@ -157,7 +160,7 @@ class ReaderState:
     """Progress of one reader in an epoch."""
 
     read: int = 0
-    """Number of the reader's positions that it has read."""
+    """Number of positions that the reader has read so far."""
 
     ahead: tuple[StreamItem, ...] = ()
     """Items that were read but are not yet in the buffer or a pack, in order."""
@@ -223,7 +226,10 @@ def _is_too_small(buffer: Sequence[StreamItem], options: StreamOptions) -> bool:
 
 
 def flush_buffer(state: ReaderState, *, options: StreamOptions) -> ReaderState:
-    """Return the state after the rest of the buffer has been packed, at the end of a reader."""
+    """
+    Return the state after the rest of the buffer has been packed, when a reader has read its last
+    sample.
+    """
     return _pack_buffer(state, options, at_end=True)
 
 
@@ -239,11 +245,11 @@ def _pack_buffer(state: ReaderState, options: StreamOptions, *, at_end: bool) ->
     Pack the buffer; return the new state.
 
     The newest underfilled pack stays in the buffer. Older underfilled packs stay too, as long as
-    all packs that stay have together at most half a buffer of samples. All other packs are trained;
-    underfilled packs among them are evicted.
+    all packs that stay have together at most half a buffer of samples. All other packs are trained.
+    The samples of underfilled packs among them are evicted.
 
-    At the end of a reader no pack stays in the buffer, and underfilled packs are dropped if
-    `drop_last` is true.
+    When a reader has read its last sample, no pack stays in the buffer. Underfilled packs are then
+    dropped if `drop_last` is true.
     """
     arrived = list(enumerate(state.buffer))
     bins = binpacking.to_constant_volume(arrived, options.packing_length, key=lambda one: one[1].length)

@@ -35,7 +35,10 @@ from packplan.core.schedule import EpochSchedule
 from packplan.core.work.model import WorkModel
 
 _DRAWN_PACKS, _WIDTH, _BAR = 24, 640, 9
-"""Number of packs that a notebook draws; width of a drawing and height of a pack, in pixels."""
+"""
+Number of packs that a notebook draws, width of the drawing in pixels, and height of a pack in
+pixels.
+"""
 
 _DRAWN_SAMPLES = 4000
 """Maximum number of samples that all drawings of the first packs show together."""
@@ -183,7 +186,7 @@ def plan(
             itself. If false, such samples are skipped.
         refuse_longer: Whether a sample of more than *packing_length* tokens is an error.
         drop_last: Whether packs that are filled below *min_fill_ratio* are dropped.
-        min_fill_ratio: Share of *packing_length* from which a pack is full enough, from 0 to 1; 0
+        min_fill_ratio: Share of *packing_length* below which a pack is dropped, from 0 to 1; 0
             drops no pack.
         max_dropped_share: Largest share of all tokens, from 0 to 1, that may be lost in several
             dropped packs. A single dropped pack is always allowed.

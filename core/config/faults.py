@@ -233,7 +233,7 @@ class ForeignKey:
     """Packplan's key with its section; empty if there is none."""
 
     about: str = ""
-    """Difference between the two keys, or the reason why Packplan has no such key. May be empty."""
+    """Difference between the two keys, or the reason why Packplan has no such key; may be empty."""
 
     def advise(self, written: Sequence[str]) -> str:
         """

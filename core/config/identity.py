@@ -209,8 +209,8 @@ def run_identity(config: RunConfig, *, files: Mapping[str, Any], model: Mapping[
     """
     Return the identity of a run: the model, samples, loss and settings that a checkpoint stores.
 
-    Keys that decide samples are included, because a change of such a key may change labels without
-    changing any length, and then the plan stays the same.
+    Keys that decide samples are included. Changing such a key may change labels without changing
+    any length, so that the plan stays the same.
 
     Args:
         config: Configuration of the run.

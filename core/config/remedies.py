@@ -78,8 +78,8 @@ _RENAMED: Mapping[str, str] = MappingProxyType(
     }
 )
 """
-Key -> command argument that has another name than the key. The argument of `packplan plugin swift`
-has dashes.
+Key -> the command's argument, for arguments that are named differently. An argument with dashes
+belongs to `packplan plugin swift`.
 """
 
 _KEY = re.compile(

@@ -36,13 +36,14 @@ class SequencePackingConfig:
 
     train_mb_tokens: int = key(4096, check=at_least(1))
     """
-    Maximum tokens in a microbatch of policy updates. A longer sequence is a microbatch by itself.
+    Maximum number of tokens in a microbatch of policy updates. A longer sequence is a microbatch by
+    itself.
     """
 
     logprob_mb_tokens: int | None = key(None, check=at_least(1))
     """
-    Maximum tokens in a microbatch that only computes log-probabilities of the policy or the
-    reference model. If unset, `train_mb_tokens`.
+    Maximum number of tokens in a microbatch that only computes log-probabilities of the policy or
+    the reference model. If unset, `train_mb_tokens` applies.
     """
 
     algorithm: str = key("modified_first_fit_decreasing", check=one_of(ALGORITHMS))
@@ -60,12 +61,12 @@ class DynamicBatchingConfig:
     """Form microbatches of sequences of similar length, padded to one width."""
 
     train_mb_tokens: int = key(4096, check=at_least(1))
-    """Maximum of sequences times padded width in a microbatch of policy updates."""
+    """Maximum number of sequences times padded width in a microbatch of policy updates."""
 
     logprob_mb_tokens: int | None = key(None, check=at_least(1))
     """
-    Maximum of sequences times padded width in a microbatch that only computes log-probabilities. If
-    unset, `train_mb_tokens`.
+    Maximum number of sequences times padded width in a microbatch that only computes
+    log-probabilities. If unset, `train_mb_tokens` applies.
     """
 
     sequence_length_round: int = key(64, check=at_least(1))

@@ -77,42 +77,46 @@ class ModelConfig:
 
     model_type: str | None = key(None, lengths="otherwise")
     """
-    ms-swift's name of the architecture. If unset, the only type in ms-swift's registry for the
-    folder. Text models unknown to ms-swift need no type.
+    Architecture of the model, by its name in ms-swift. If unset, Packplan uses the only type that
+    ms-swift's registry lists for the folder. Text models unknown to ms-swift need no type.
     """
 
     attn_impl: str = key("auto", neither=TRAINS, check=_is_backend)
     """
-    Attention backend. `auto`: the fastest backend that passes the probe. `varlen`: Packplan's own.
-    Other names: backends of transformers.
+    Attention backend. `auto` selects the fastest backend that passes the probe, and `varlen`
+    selects Packplan's own. All other names are backends of transformers.
     """
 
     torch_dtype: Literal["float32", "bfloat16", "float16"] | None = key(None, neither=LOADS)
-    """Data type of the weights. If unset, the data type in the model's files."""
+    """Data type of the weights. If unset, the weights keep the data type of the model's files."""
 
     experts_impl: Literal["eager", "grouped_mm", "batched_mm"] | None = key(None, neither=LOADS)
-    """How a mixture of experts computes its experts. If unset, transformers chooses."""
+    """
+    Implementation of the experts in a mixture-of-experts model. If unset, transformers chooses.
+    """
 
     trust_remote_code: bool = key(False, neither=LOADS)
     """Run Python code from the model's folder."""
 
     max_model_len: int | None = key(None, lengths="otherwise", plan=True, check=at_least(1))
-    """Maximum tokens in a pack, if `template.max_length` and `global_max_length` are unset."""
+    """
+    Maximum number of tokens in a pack, if `template.max_length` and `global_max_length` are unset.
+    """
 
     download: bool = key(False, neither=LOADS)
-    """Let ms-swift download a model missing from local caches."""
+    """Let ms-swift download a model that is not in a local cache."""
 
     quant_method: Literal["bnb"] | None = key(None, neither=LOADS)
-    """Load quantised weights, to train adapters on top (QLoRA). Needs a GPU."""
+    """Load quantised weights, to train adapters on top (QLoRA). This needs a GPU."""
 
     quant_bits: int | None = key(None, neither=LOADS)
-    """Bits of a quantised weight: 4 or 8."""
+    """Number of bits of a quantised weight: 4 or 8."""
 
     bnb_4bit_quant_type: Literal["nf4", "fp4"] | None = key(None, neither=LOADS)
-    """Number format of 4-bit weights. If unset, `nf4`."""
+    """Number format of 4-bit weights. If unset, `nf4` is used."""
 
     bnb_4bit_use_double_quant: bool | None = key(None, neither=LOADS)
-    """Also quantise the scales of 4-bit weights. If unset, `true`."""
+    """Also quantise the scales of 4-bit weights. If unset, they are quantised."""
 
     rope_scaling: str | None = key(
         None,
@@ -120,8 +124,8 @@ class ModelConfig:
         check=must(lambda text: text.startswith("{"), 'JSON, as {"rope_type": "yarn", "factor": 2}'),
     )
     """
-    JSON settings that scale rotary positions for longer texts. A missing factor follows from
-    `model.max_model_len`.
+    JSON settings that scale rotary positions for longer texts. If `factor` is missing, ms-swift
+    derives it from `model.max_model_len`.
     """
 
     new_special_tokens: tuple[str, ...] = key((), lengths="value if set")
@@ -137,26 +141,27 @@ class TemplateConfig:
 
     template: str | None = key(None, lengths="otherwise")
     """
-    ms-swift's name of the chat template. If unset, the name in the model's `args.json`, else the
-    only template in ms-swift's registry for the model. Templates without support for packing need
-    `training.packing: false`.
+    Chat template, by its name in ms-swift. If unset, the name in the model's `args.json` is used,
+    else the only template that ms-swift's registry lists for the model. Templates that do not
+    support packing need `training.packing: false`.
     """
 
     max_length: int | None = key(None, lengths="otherwise", plan=True, check=at_least(1))
     """
-    Packing length: maximum tokens in a pack. If unset, `global_max_length`, else
+    Packing length: maximum number of tokens in a pack. If unset, `global_max_length` applies, else
     `model.max_model_len`.
     """
 
     max_pixels: int | None = key(None, lengths="value", check=at_least(1))
     """
-    Maximum pixels of an image; larger images are scaled down. If unset, the processor's limit.
+    Maximum pixels of an image; larger images are scaled down. If unset, the processor's limit
+    applies.
     """
 
     fps: float | None = key(None, lengths="value if set", check=above_0)
     """
-    Frames sampled per second of video, and the rate of videos given as lists of frames. If unset, 2
-    (ms-swift's `FPS`).
+    Number of frames sampled per second of video, and the assumed frame rate of videos given as
+    lists of frames. If unset, 2 (ms-swift's `FPS`).
     """
 
     fps_min_frames: int | None = key(None, lengths="value if set", check=at_least(1))
@@ -188,32 +193,33 @@ class TemplateConfig:
     system: str | None = key(None, lengths="value")
     """
     System prompt for records without one: a text with `\\n` for line breaks, or a `.txt` file. If
-    unset, the template's default.
+    unset, the template's default prompt is used.
     """
 
     today: str | None = key(None, lengths="value if set")
     """
-    Current date in prompts, such as `2026-11-28`. Needed by templates that write a date, such as
-    those of Llama 3.2, Mistral and gpt-oss. A resumed run keeps it.
+    Date that prompts give as today, such as `2026-11-28`. The key is required for templates that
+    write today's date, such as those of Llama 3.2, Mistral and gpt-oss. A resumed run must have the
+    same date.
     """
 
     agent_template: str | None = key(None, lengths="value")
     """
-    ms-swift's name of the format of tools, tool calls and tool answers. If unset, the template's
-    format.
+    Format of tools, tool calls and tool answers, by its name in ms-swift. If unset, the template's
+    format is used.
     """
 
     loss_scale: str = key("default", lengths="value")
     """
     Which tokens are trained, by ms-swift's names: `default` trains the assistant's turns,
-    `last_round` only its last turn, `all` every token. A name of token weights may follow, as in
-    `last_round+hermes`, or be the whole value.
+    `last_round` only its last turn, `all` every token. A scheme of token weights can be added, as
+    in `last_round+hermes`, or used alone.
     """
 
     add_non_thinking_prefix: bool | None = key(None, lengths="value if set")
     """
-    `false` adds no empty thoughts to answers without thoughts. Only templates of hybrid thinking
-    models add empty thoughts.
+    If `false`, answers without thoughts stay as they are. By default, templates of hybrid thinking
+    models add empty thoughts to such answers.
     """
 
     preserve_thinking: bool | None = key(None, lengths="value if set")
@@ -244,8 +250,8 @@ class CustomConfig:
 
     train_jsonl: tuple[PathText, ...] = key((), lengths="otherwise")
     """
-    Data files, patterns (`data/*.parquet`), folders of `datasets`, or URLs such as `s3://…`. Needed
-    unless `fusion_config` is set.
+    Data files, patterns (`data/*.parquet`), folders of `datasets`, or URLs such as `s3://…`.
+    Required unless `fusion_config` is set.
     """
 
     val_jsonl: tuple[PathText, ...] = key((), lengths="otherwise")
@@ -267,33 +273,33 @@ class CustomConfig:
 
     fusion_schedule: Literal["planned"] | None = key(None, neither=_SELECTS, stream="refused")
     """
-    `planned` draws and plans all epochs of `fusion_config` before training, which static packing
-    needs.
+    `planned` draws and plans all epochs of `fusion_config` before training. Static packing of a mix
+    requires this value.
     """
 
     trainer_variant: Literal["sft", "rollout"] = key("sft", plan=True)
     """`sft` plans all packs before training; `rollout` makes packs while training (a stream)."""
 
     object_field_order: Literal["desc_first", "geometry_first"] = key("desc_first", lengths="value")
-    """Order in answers of dense captions: description or geometry first."""
+    """Order within each object of a dense caption's answer: description or geometry first."""
 
     use_summary: bool = key(False, lengths="value")
     """Use the summary of a dense caption as the trained answer."""
 
     max_line_bytes: int = key(2**20, neither=_LIMITS, check=at_least(1))
-    """Maximum bytes of a record's texts, without images. Longer records are refused."""
+    """Maximum size of a record's texts in bytes, without images. Longer records are refused."""
 
     max_video_s: float = key(7200.0, neither=_LIMITS, check=above_0)
-    """Maximum seconds of a video. Longer videos are refused before decoding."""
+    """Maximum length of a video in seconds. Longer videos are refused before decoding."""
 
     max_video_bytes: int = key(2**32, neither=_LIMITS, check=at_least(1))
     """
-    Maximum bytes of a video's sampled frames at their original size. Larger videos are refused
-    before decoding.
+    Maximum size in bytes of a video's sampled frames at their original resolution. Larger videos
+    are refused before decoding.
     """
 
     max_image_pixels: int = key(89_478_485, neither=_LIMITS, check=at_least(1))
-    """Maximum pixels of an image file. Larger images are refused before decoding."""
+    """Maximum number of pixels of an image file. Larger images are refused before decoding."""
 
     literal_image_tags: bool = key(False, neither=_LIMITS)
     """Keep `<image>` as text if a record has no images; by default, such a record is refused."""
@@ -311,7 +317,7 @@ class CustomConfig:
     """
 
     max_bad_share: Decimal = key(Decimal("0.01"), neither=_ACCEPTS, check=from_0_to_1, stream="refused")
-    """Largest share of the records that may be skipped. Above it, the run stops."""
+    """Largest share of the records that may be skipped. If more are skipped, the run stops."""
 
     lengths: PathText | None = key(None, neither="names lengths that have the same fingerprint", stream="evaluation")
     """Table of lengths from `packplan measure`. Records in the table are not measured again."""
@@ -319,7 +325,7 @@ class CustomConfig:
     records_cache: PathText | None = key(None, neither=_COPIES)
     """
     Folder for indices of large data files, and copies of files from URLs or in formats other than
-    JSON Lines and Arrow. If unset, `records` in `training.output_dir`.
+    JSON Lines and Arrow. If unset, the folder is `records` in `training.output_dir`.
     """
 
     media_dir: PathText | None = key(None, lengths="otherwise")
@@ -330,8 +336,8 @@ class CustomConfig:
 
     media_cache: PathText | None = key(None, neither=_COPIES)
     """
-    Folder for copies of images and videos from URLs; each is fetched once. If unset, media at URLs
-    are refused.
+    Folder for copies of images and videos from URLs. Each file is fetched once. If unset, media at
+    URLs are refused.
     """
 
     @property
@@ -354,7 +360,7 @@ class TrainingConfig:
     """
 
     packing_mode: Literal["static", "dynamic"] = key("static", neither=_STREAMS)
-    """`static` if `custom.trainer_variant` is `sft`, `dynamic` for `rollout`."""
+    """Must be `static` if `custom.trainer_variant` is `sft`, and `dynamic` if it is `rollout`."""
 
     packing_algorithm: str = key("constant_volume", plan=True, check=one_of(ALGORITHMS), stream="refused")
     """One of `core.packers.ALGORITHMS`."""
@@ -367,16 +373,16 @@ class TrainingConfig:
 
     packing_buffer: int = key(512, neither=_STREAMS, check=at_least(1))
     """
-    Minimum samples that are packed together if `packing_mode` is `dynamic`, except at the end of an
-    epoch. Static packing refuses any value but the default.
+    Minimum number of samples that are packed together if `packing_mode` is `dynamic`, except at the
+    end of an epoch. Static packing refuses any value but the default.
     """
 
     packing_balance: Literal["auto", "step", "microbatch", "none"] = key("auto", neither=TRAINS, stream="refused")
     """
-    How a step's packs are assigned to ranks. `step`: equal work over the step. `microbatch`: equal
-    work in each microbatch, after which ranks wait for each other (FSDP, DeepSpeed from stage 2
-    on). `auto`: `microbatch` if ranks wait after each microbatch, else `step`. `none`: in the order
-    of the epoch.
+    How a step's packs are assigned to ranks. `step`: all ranks have about equal work over the step.
+    `microbatch`: all ranks have about equal work in each microbatch. `auto`: `microbatch` if ranks
+    wait for each other after each microbatch (FSDP, DeepSpeed from stage 2 on), else `step`.
+    `none`: packs keep the order of the epoch.
     """
 
     packing_min_fill_ratio: Decimal = key(Decimal("0.65"), plan=True, check=from_0_to_1)
@@ -390,8 +396,8 @@ class TrainingConfig:
 
     packing_max_dropped_share: Decimal = key(Decimal("0.01"), neither=_ACCEPTS, check=from_0_to_1)
     """
-    Largest share of all tokens that dropped packs may contain. A larger share is an error, unless
-    only one pack is dropped.
+    Largest share of all tokens that dropped packs may contain. If they contain more, that is an
+    error, unless only one pack is dropped.
     """
 
     packing_max_images: int | None = key(None, plan=True, check=at_least(1), stream="refused")
@@ -402,15 +408,15 @@ class TrainingConfig:
 
     eval_packing: bool | None = key(None, plan=True)
     """
-    Pack the evaluation data; needs `packing`. The metric stays the same. If unset, `true` with
-    static plans, `false` with streams.
+    Pack the evaluation data, which needs `packing: true`. The metric stays the same. If unset, the
+    evaluation is packed with static plans, but not with streams.
     """
 
     packing_wait_timeout_s: float = key(7200.0, neither=_MEASURES, check=at_least(0), stream="evaluation")
     """
-    Maximum seconds of a wait: of the other ranks for rank 0, of rank 0 for another job that writes
-    to the run's folders, and of rank 0 for a block of samples that is measured on Ray. 0 sets no
-    limit.
+    Maximum length of a wait in seconds; 0 sets no limit. The other ranks wait for rank 0. Rank 0
+    waits for other jobs that write to the run's folders, and for blocks of samples that are
+    measured on Ray.
     """
 
     packing_lengths_from: PathText | None = key(
@@ -423,7 +429,9 @@ class TrainingConfig:
     packing_length_cache_persist_every: int | None = key(
         None, neither=_MEASURES, check=at_least(1), stream="evaluation"
     )
-    """Number of samples after which their lengths are saved. If unset, the data's size decides."""
+    """
+    Number of samples after which their lengths are saved. If unset, the size of the data decides.
+    """
 
     packing_length_precompute_workers: int = key(
         8, neither=_MEASURES, per_rank="cores of a rank's machine", check=at_least(1), stream="evaluation"
@@ -432,8 +440,8 @@ class TrainingConfig:
 
     packing_length_measured_by: Literal["processes", "ray"] = key("processes", neither=_MEASURES, stream="evaluation")
     """
-    `ray` measures on all nodes of the Ray cluster at `RAY_ADDRESS` or, if that is unset, of a
-    cluster on this machine.
+    `ray` measures on all nodes of the Ray cluster at `RAY_ADDRESS`. If that variable is unset, Ray
+    uses a cluster on this machine.
     """
 
     ray_address: str = key("auto", set_by_command=True)
@@ -441,31 +449,32 @@ class TrainingConfig:
 
     effective_batch_size: int | None = key(None, neither=TRAINS, check=at_least(1))
     """
-    Packs in a step over all ranks; samples if `packing` is `false`. If unset,
+    Number of packs in a step over all ranks; samples if `packing` is `false`. If unset,
     `per_device_train_batch_size` and `gradient_accumulation_steps` decide.
     """
 
     per_device_train_batch_size: int = key(1, neither=TRAINS, check=at_least(1))
     """
-    Samples in a padded batch on each rank. Packing sets this key to 1 and accumulates more batches,
-    so that a step has as many packs as it would have samples without packing.
+    Number of samples in a padded batch on each rank. With packing, a batch is one pack, and more
+    batches are accumulated. A step then has as many packs as it would have samples without packing.
     """
 
     gradient_accumulation_steps: int | None = key(None, neither=TRAINS, check=at_least(1))
     """
-    Batches of a rank in a step, unless `effective_batch_size` or packing decides. If unset, 1.
+    Number of batches of a rank in a step, unless `effective_batch_size` or packing decides. If
+    unset, 1.
     """
 
     per_device_eval_batch_size: int = key(1, neither=TRAINS, check=at_least(1))
-    """Samples in a padded batch of the evaluation; 1 if packed."""
+    """Number of samples in a padded batch of the evaluation. A packed evaluation uses 1."""
 
     sequence_parallel_size: int | Literal["auto"] = key(
         1, neither=TRAINS, check=must(lambda size: size == "auto" or size >= 1, "at least 1, or auto"), stream="refused"
     )
     """
-    Number of ranks that share each pack and count as one rank of the plan. With `auto`, only
-    long packs are shared, each by the smallest power of two of ranks that leaves every rank at most
-    as many tokens as the packing length.
+    Number of ranks that share each pack and count as one rank of the plan. With `auto`, only long
+    packs are shared. The number of ranks is then the smallest power of two for which no rank has
+    more tokens than the packing length.
     """
 
     max_sequence_parallel_size: int | None = key(
@@ -476,7 +485,7 @@ class TrainingConfig:
     )
     """
     Maximum number of ranks that share a pack if `sequence_parallel_size` is `auto`. If unset, the
-    largest power of two that divides all ranks.
+    largest power of two that divides the number of ranks.
     """
 
     dataloader_drop_last: bool = key(False, neither=TRAINS, stream="refused")
@@ -491,7 +500,9 @@ class TrainingConfig:
     max_steps: int = key(
         -1, neither=TRAINS, check=must(lambda steps: steps == -1 or steps >= 1, "at least 1, or -1 for no limit")
     )
-    """Optimizer steps in total, in place of `num_train_epochs`. With -1, the epochs decide."""
+    """
+    Total number of optimizer steps, which replaces `num_train_epochs`. With -1, the epochs decide.
+    """
 
     loss_reduction: Literal["token", "sample", "sqrt"] = key("token", neither=TRAINS)
     """
@@ -503,7 +514,7 @@ class TrainingConfig:
     seed: int = key(42, plan=True, check=valid_seed)
     """
     Seed of all random choices: new weights, dropout, the draws of samples and packs, and the order
-    of packs in each epoch. `data_seed`, if set, replaces it for the order.
+    of packs in each epoch. If `data_seed` is set, it decides the order instead.
     """
 
     resume_from_checkpoint: PathText | None = key(None, neither=TRAINS)
@@ -524,8 +535,8 @@ class TrainingConfig:
 
     trainer: Mapping[str, Any] = attrs.field(factory=dict, converter=_read_only, metadata=key_metadata(neither=TRAINS))
     """
-    All other keys of ms-swift's `Seq2SeqTrainingArguments` and tuners. Types are checked, and
-    values passed on unchanged.
+    All other keys of ms-swift's `Seq2SeqTrainingArguments` and tuners. Their types are checked, and
+    their values are passed on unchanged.
     """
 
     @property
@@ -549,7 +560,7 @@ class HostCommand:
     """ms-swift command that trains a run in place of `packplan sft`."""
 
     task: str
-    """`sft`, `pt` or `rlhf`; empty inside the command itself."""
+    """`sft`, `pt` or `rlhf`; empty in the processes that the command itself runs."""
 
     words: tuple[str, ...]
     """Command-line arguments after the task."""
@@ -579,7 +590,7 @@ class RunConfig:
     training: TrainingConfig
 
     global_max_length: int | None = key(None, lengths="otherwise", plan=True, check=at_least(1))
-    """Maximum tokens in a pack, if `template.max_length` is unset."""
+    """Maximum number of tokens in a pack, if `template.max_length` is unset."""
 
     source: str = attrs.field(default="", eq=False, metadata=key_metadata(set_by_command=True))
     """Name of the YAML, for messages. Empty for a run without a YAML."""

@@ -2,7 +2,7 @@
 Keys of `training.` that select the trained weights.
 
 ms-swift defines and reads these keys. This module adds the tuners that read each key, a check of
-its value, and the value if a run does not set it.
+its value, and the value that an unset key has.
 """
 
 import re

@@ -2,10 +2,10 @@
 Epoch schedules: the order of packs in each epoch, also after a resume on another number of ranks.
 
 A pack is identified by its index in the raw plan or, if each epoch has its own plan, in the epoch's
-plan. Rank r of W trains the positions r, r + W, r + 2W, … of an order, so the packs that all ranks
-have consumed are a prefix of the order. The shuffle depends only on the seed, the epoch and the
-number of packs that it shuffles. Orders never change for one `ORDER_VERSION`, because resumed runs
-rely on them.
+plan. Rank r of W trains the positions r, r + W, r + 2W, … of an order. The packs that all ranks
+have consumed are therefore a prefix of the order. The shuffle depends only on the seed, the epoch
+and the number of packs that it shuffles. Orders never change for one `ORDER_VERSION`, because
+resumed runs rely on them.
 
 If the work of packs is known, the packs of each optimizer step are assigned to the ranks by work.
 Each step still has the same packs.
@@ -55,8 +55,8 @@ Works = NDArray[np.number]
 
 ORDER_VERSION = 2
 """
-Version of the orders, which has to be raised if a rank gets other packs than before in any step. A
-test compares orders with stored orders.
+Version of the orders. Raise it if a rank gets other packs than before in any step. A test compares
+orders with stored orders.
 """
 
 
@@ -66,7 +66,7 @@ DAMAGED_STATE_REMEDY = "name another checkpoint"
 
 @attrs.frozen
 class EpochSegment:
-    """Part of an epoch that was trained by the same number of ranks, filled in the same way."""
+    """Part of an epoch that was trained on one number of ranks, which were filled in one way."""
 
     world_size: int
     dataloader_drop_last: bool
@@ -101,8 +101,8 @@ class Progress:
 
     segments: tuple[EpochSegment, ...] = ()
     """
-    Segments so far of the epoch of the next step, the last one in progress; empty at the start of
-    the epoch.
+    Segments of the epoch of the next step, up to the segment in progress; empty at the start of the
+    epoch.
     """
 
     def __attrs_post_init__(self) -> None:
@@ -191,8 +191,8 @@ class EpochSchedule:
     )
     """
     Work of each pack, by which a step's packs are assigned to ranks; None keeps their order. If
-    each epoch has its own plan, a function that returns the work of the packs of a given epoch.
-    Needs a `batch_size` of 1.
+    each epoch has its own plan, this is a function that returns the work of the packs of a given
+    epoch. Works need a `batch_size` of 1.
     """
 
     sync_at: SyncPoint = "step"
@@ -209,8 +209,9 @@ class EpochSchedule:
 
     degrees: IntArray | None = attrs.field(default=None, eq=attrs.cmp_using(eq=np.array_equal), hash=False, repr=False)
     """
-    Number of ranks that are to share each pack, a power of two; `pack_degrees` limits it to
-    `most_ranks`. None if no pack is shared. Needs a `batch_size` of 1, and one plan for all epochs.
+    Number of ranks that are to share each pack, a power of two; None if no pack is shared.
+    `pack_degrees` limits this number to `most_ranks`. Degrees need a `batch_size` of 1, and one
+    plan for all epochs.
     """
 
     max_degree: int | None = None
@@ -729,8 +730,8 @@ class ResumeState:
         """
         Return how the current state *now* differs from this stored state, apart from progress.
 
-        A degree counts as different only if it has become smaller. If the plans differ, the inputs
-        of the plans that differ are returned too.
+        A degree counts as different only if it has become smaller. If the plans differ, the
+        differing inputs of the plans are returned too.
         """
         names = ("plan", "data", "seed", "shuffle", "tuner", "order_version")
         pairs = [(name, getattr(self, name), getattr(now, name)) for name in names]

@@ -2,8 +2,8 @@
 Statistics of a schedule: fill, tokens, balance of work, and coverage of the samples.
 
 All numbers are computed from the plan and the schedule, for all ranks. Nothing is measured or
-gathered from ranks. The numbers hold for the run, because each sample that is read is compared with
-the plan, and the batches of each rank are compared with the schedule.
+gathered from ranks. The numbers still hold for the run: each sample that is read is compared with
+the plan, and each rank's batches are compared with the schedule.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class PackStats:
     """FLOPs of each pack if `works` are given, else its sum of squared sample lengths."""
 
     num_long: IntArray
-    """Number of long samples: 1 in a pack of a long sample, else 0."""
+    """Number of long samples in each pack, 0 or 1."""
 
     packing_length: int
     """Maximum number of tokens in a pack of several samples."""
@@ -185,8 +185,8 @@ class EpochStats:
         """
         Return the imbalance of work if ranks wait for each other in each microbatch.
 
-        The work of the busiest rank is summed over the microbatches of steps *start* to *stop* - 1,
-        and divided by the sum of the ranks' mean work over the same microbatches.
+        The work of the busiest rank is summed over the microbatches of steps *start* to *stop* - 1.
+        This sum is divided by the sum of the ranks' mean work over the same microbatches.
         """
         batches = _sum_rows(self._pack_works(start, stop), self.batch_size)
         return float(batches.max(axis=1).sum() / batches.mean(axis=1).sum())
