@@ -1,11 +1,11 @@
 """
 Writes the packs of a plan for other tools: plain Parquet, Megatron-Bridge, LLaMA-Factory.
 
-For ms-swift, rows are written with their lengths.
+`export_cached_rows` writes rows with their lengths for ms-swift.
 
-Only packs of text can be exported. A file has all samples of each pack, in the order of the plan or
-of an epoch, and the plan's checksum. A file is published complete or not at all. Only packs of
-about `BATCH_TOKENS` tokens are in memory at a time.
+Packs with images, videos or audio are refused. Packs are written whole, in the order of the plan or
+of an epoch, and each file stores the plan's checksum. A file appears only when it is complete.
+About `BATCH_TOKENS` tokens of packs are in memory at a time.
 """
 
 import json
@@ -34,12 +34,12 @@ BATCH_TOKENS = 2**22
 """Number of tokens after which a Parquet row group or an Arrow batch is written."""
 
 _MEDIA = re.compile(r"(?:^|_)(?:image|video|audio|pixel)s?(?:_|$)")
-"""Pattern of column names for images, videos or sound; tensors under other names are media too."""
+"""Pattern of column names for images, videos or sound. Tensors in other columns are media too."""
 
 _BY_TOKEN = ("input_ids", "labels", "position_ids")
 
 _INFO = Path("train", "dataset_info.json")
-"""File of a `datasets` folder that has the plan's checksum in its description."""
+"""File in a `datasets` folder; the description in this file has the plan's checksum."""
 
 _MULTIPLE = 8
 """LLaMA-Factory's collators pad rows to a multiple of this many tokens."""
@@ -87,8 +87,8 @@ def export_megatron_bridge(rows: Any, plan: Plan, path: str | Path, *, order: Or
 
     The columns are `input_ids` (whole samples), `seq_start_id` (start of each sample) and
     `loss_mask` (int8, as long as `input_ids`). Megatron-Bridge trains token k to predict token
-    k + 1 of the same sample, so the mask is shifted: it is 1 where the next token is supervised,
-    and 0 where a sample ends. So a sample of n tokens takes n - 1 positions of a sequence in
+    k + 1 of the same sample, so the mask is shifted. The mask is 1 if the next token is supervised,
+    and 0 at the end of a sample. So a sample of n tokens takes n - 1 positions of a sequence in
     Megatron-Bridge.
 
     Args:
@@ -120,9 +120,9 @@ def export_llama_factory(
 
     Rows follow rules on which LLaMA-Factory's collators rely. The mask numbers the samples of a row
     from 1, and is 0 at padding. Each row ends in padding, since a mask without a 0 may be dropped.
-    The width of a row is the packing length plus one, rounded up to a multiple of 8, so that no
-    collator makes the row longer than its position ids. The row of a long sample has the sample's
-    length plus one, rounded up in the same way.
+    The width of a row is the packing length plus one, rounded up to a multiple of 8. So no collator
+    makes the row longer than its position ids. The row of a long sample has the sample's length
+    plus one, rounded up in the same way.
 
     Train with `neat_packing: true`, and with `disable_shuffling: true` to keep the order.
 
@@ -131,7 +131,7 @@ def export_llama_factory(
         plan: Plan made from the lengths of these rows.
         folder: Folder to create, which must not exist yet.
         order: Pack indices, such as `schedule.order(0)`; None for the order of the plan.
-        pad_token_id: Padding token, which is neither supervised nor attended to.
+        pad_token_id: Id of the padding token, which is neither supervised nor attended to.
 
     Raises:
         ArgumentError: Rows or *order* do not fit the plan, a row has media, no token is
@@ -188,8 +188,8 @@ def _read_packs(rows: Any, plan: Plan, order: Order, target: Path) -> Iterator[R
     Yield each pack as a row with its index, samples, lengths, tokens, labels and position ids.
 
     Raises:
-        ArgumentError: The order does not fit the plan, *target* exists, a row is not a sample or
-            has media, or no row has a supervised token.
+        ArgumentError: The order does not fit the plan, *target* exists, a row is not a sample, a
+            row has media, or no token is supervised.
         StaleError: A row is not as long as planned.
     """
     packs = RowsOfPacks(rows, plan)
@@ -217,7 +217,7 @@ def _read_packs(rows: Any, plan: Plan, order: Order, target: Path) -> Iterator[R
 
 
 def _plan_metadata(plan: Plan) -> dict[str, Any]:
-    """Return the plan's checksum and packing length, with the keys that exported files use."""
+    """Return the plan's checksum and packing length, under the keys of exported files."""
     return {"packplan_checksum": plan.checksum, "packplan_packing_length": plan.raw.packing_length}
 
 

@@ -52,10 +52,10 @@ AttentionInterface.register(PATCHES_NAME, _uncompiled(attend_to_patches))
 
 def set_attention(model: Any, attention: AttentionChoice) -> None:
     """
-    Make a model use varlen attention, keep its current row, and run some layers sample by sample,
-    each only if *attention* requires it.
+    Make a model compute attention as *attention* says. If *attention* requires it, the model also
+    keeps its current row, and runs some layers sample by sample.
 
-    If *attention* is one of transformers', its name is set when the model is loaded, not by this
+    The names of transformers' own attentions are set when the model is loaded, not by this
     function.
 
     Args:
@@ -136,7 +136,7 @@ class PatchProjection(torch.nn.Conv3d):
 
 def project_patches(model: torch.nn.Module) -> None:
     """
-    Make a model's 3D convolutions over adjacent patches compute as `PatchProjection`.
+    Turn a model's 3D convolutions over adjacent patches into `PatchProjection` modules.
 
     These convolutions have the kernel size as their stride, and no padding, groups or dilation.
     Products are summed in another order, so results may differ by rounding. Saved weights and their

@@ -135,8 +135,8 @@ def read_layout(
     A block begins at a token that does not attend to the preceding token. The mask counts as
     causal, or as causal within the window, if it equals such a mask at these pairs:
 
-    - each token, with the next token, the first and the last token of its block, the farthest key
-      that such a mask allows, and the key before that one;
+    - each token, with the next token, and with the first and the last token of its block;
+    - each token, with the farthest key that such a mask allows, and with the key before that one;
     - the first and the last token of each block, with keys at distances that are powers of two.
 
     So the mask is evaluated at a few pairs for each token and each block, instead of at all pairs.
@@ -183,8 +183,9 @@ def _find_window(
     window: int | None,
 ) -> Layout | None:
     """
-    Test some pairs of each token. Return the layout with its window, or None if the mask has other
-    blocks than the layout, or is neither causal nor a window within its blocks.
+    Test some pairs of each token. Return the layout with its window, or None if the layout does not
+    fit. It does not fit if the mask has other blocks, or is neither causal nor a window within
+    them.
 
     Args:
         attends: Function of query and key positions that returns whether each query attends to its

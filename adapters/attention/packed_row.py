@@ -1,11 +1,11 @@
 """
 Samples of the row that a model computes, found by position ids or by a padded batch's mask.
 
-In most models, transformers finds samples by restarting positions. Some models never pass positions
-to their masks, and layers that carry a state along the row use no mask. With `keep_rows`, a model
-keeps its row in a context variable. The variable is set only during the forward pass, and while the
-backward pass recomputes layers. With `run_by_sample`, layers that carry a state (linear attention,
-Mamba, convolutions over time) run sample by sample.
+In most models, transformers finds samples by positions that restart. Some models never pass
+positions to their masks, and layers that carry a state along the row use no mask. With `keep_rows`,
+a model keeps its row in a context variable. The variable is set only during the forward pass, and
+while the backward pass recomputes layers. With `run_by_sample`, layers that carry a state (linear
+attention, Mamba, convolutions over time) run sample by sample.
 """
 
 from __future__ import annotations
@@ -239,8 +239,8 @@ def prepend_text_positions(inputs: dict[str, Any]) -> dict[str, Any]:
 
     transformers separates packed samples only by the row of text positions; without it, samples
     attend to each other. The input `text_position_ids` has this row: ms-swift's collator splits it
-    off the three rows of media, or `add_media_positions` adds it. Inputs with a mask, or without
-    media positions, are returned unchanged.
+    off the three rows of media positions, or `add_media_positions` adds it. Inputs with a mask, or
+    without media positions, are returned unchanged.
     """
     positions, text = inputs.get("position_ids"), inputs.get("text_position_ids")
     if positions is None or text is None or "attention_mask" in inputs or len(positions) != 3:

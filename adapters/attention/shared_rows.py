@@ -3,16 +3,16 @@ Rows that several ranks compute together, each rank a part of the row.
 
 `share_rows` makes a model compute this rank's part of each row. All ranks of a group call the model
 with the same row. Before the decoder, the row is divided, and each rank continues with its own
-tokens. Only attention needs all tokens, which the ranks exchange for it (`attention.shares`). After
-the decoder, the parts are joined again. In a call with labels, each rank computes the loss of its
-part instead, and these losses are added up. So each rank gets the results of the whole row, and the
-mean of the ranks' gradients is the row's gradient. Every rank encodes all images of the row.
+tokens. Only attention needs all tokens, so the ranks exchange values for it (`attention.shares`).
+After the decoder, the parts are joined again. In a call with labels, each rank computes the loss of
+its part instead, and these losses are added up. So each rank gets the results of the whole row, and
+the mean of the ranks' gradients is the row's gradient. Every rank encodes all images of the row.
 
 `RowGroups` has the groups of ranks that share a row. Either the number of ranks is the same for
 each row, or it depends on the row's tokens and is called the row's degree. Groups without a common
-rank can compute rows of several degrees at the same time. Each rank calls the model once for each
-row, so every rank runs the same number of collectives of all ranks, such as those of FSDP. Between
-two such collectives, ranks communicate only within their group, about the same row.
+rank can compute rows of several degrees at the same time. All ranks call the model equally often.
+So every rank runs the same number of collectives of all ranks, such as those of FSDP. Between two
+such collectives, ranks communicate only within their group, about the same row.
 
 A call of several padded rows is not shared: each rank computes all of its rows. A row is padded at
 its end until its ranks can divide it; the padding counts as one more sample.
@@ -99,9 +99,9 @@ class RowGroups:
 
     packing_length: int | None = None
     """
-    Maximum number of tokens of a row that one rank computes alone. A longer row is shared by as few
-    ranks (2, 4, 8, …) as give each rank at most this number, or else by the largest group. None
-    makes the largest group share every row.
+    Maximum number of tokens of a row that one rank computes alone. A longer row is shared by the
+    fewest ranks (2, 4, 8, …) that get at most this number each. If even the largest group is too
+    small, it shares the row. None makes the largest group share every row.
     """
 
     @classmethod
@@ -181,8 +181,8 @@ def share_rows(model: Any, groups: RowGroups, *, logits: bool = False) -> None:
         model: Model of transformers, perhaps with adapters.
         groups: Groups of ranks that share rows.
         logits: Whether calls with labels return logits too. If False, a call with transformers'
-            causal loss returns None as logits and only this rank's part of hidden states, and no
-            rank computes the logits of the whole row.
+            causal loss returns no logits, and only this rank's part of the hidden states. No rank
+            then computes the logits of the whole row.
 
     Raises:
         MismatchError: A later call of the model raises this error if ranks of a group pass
@@ -287,8 +287,8 @@ def _select_targets(given: dict[str, Any], share: RowShare) -> tuple[torch.Tenso
     Return a mask of this rank's tokens whose logits are needed (None for all), and the targets of
     these tokens.
 
-    If `logits_to_keep` is a tensor, as in calls of ms-swift, only kept tokens have labels, and
-    label k + 1 is the target of kept token k. If it is not a tensor, every token has a label.
+    If `logits_to_keep` is a tensor, as in calls of ms-swift, only kept tokens have labels. Kept
+    token k then has the target of label k + 1. Otherwise, every token has a label.
     """
     keep, following = given.get("logits_to_keep"), F.pad(given["labels"][0, 1:], (0, 1), value=IGNORED_LABEL)
     targets = following.new_full((share.num_positions,), IGNORED_LABEL)
@@ -402,7 +402,8 @@ def _cut_arguments(given: dict[str, Any], row: PackedRow, share: RowShare) -> di
         raise ValueError("a row that ranks share takes no attention_mask: leave it out")
     if num not in (share.num_tokens, len(share.positions)):
         message = (
-            f"the row has {share.num_tokens} positions, {len(share.positions)} of them on a rank, but {num} are given"
+            f"the row has {share.num_tokens} positions, {len(share.positions)} of them on a rank, but {num} are "
+            "given: pass the whole row or the rank's part"
         )
         raise ValueError(message)
     cut = {**given, "use_cache": False}

@@ -1,6 +1,5 @@
 """
-Division of a packed row among ranks: each rank computes a part of the tokens, and some heads in
-attention.
+Division of a packed row among ranks: each rank computes some tokens, and in attention some heads.
 
 All layers but attention compute each token by itself. Attention needs all tokens, but computes each
 head by itself. So the ranks exchange values before attention: each rank then has all tokens of some
@@ -25,10 +24,7 @@ import torch.distributed._functional_collectives as collectives  # these collect
 
 @attrs.frozen(eq=False)
 class RowShare:
-    """
-    Part of a packed row that one rank computes: some tokens in all layers, but some heads in
-    attention.
-    """
+    """Part of a packed row that one rank computes: some tokens or, in attention, some heads."""
 
     group: dist.ProcessGroup
     """Ranks that share the row."""
@@ -82,8 +78,8 @@ class RowShare:
         Return query, key and value of all tokens for this rank's heads.
 
         A key head whose query heads are on several ranks is sent to each of these ranks. If a rank
-        has only some of a key head's query heads, each query head of the rank gets its own copy of
-        its key head.
+        has only some of a key head's query heads, each of the rank's query heads gets a copy of its
+        key head.
 
         Args:
             query: Queries of this rank's tokens; shape (1, heads, part, size).

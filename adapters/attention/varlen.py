@@ -1,5 +1,5 @@
 """
-Attention of variable length: each block of a packed row by itself, without a mask, on any device.
+Varlen attention: each block of a packed row attends only to itself, without a mask, on any device.
 
 On GPUs that support it, one call of torch's `varlen_attn` computes the whole row. Other devices run
 torch's `scaled_dot_product_attention` block by block. Inputs that are not a packed row (padded
@@ -36,8 +36,8 @@ log = logging.getLogger(__name__)
 
 _HEAD_SIZE, _HEAD_STEP = 256, 8
 """
-Largest head size that torch's variable-length kernel supports; a head size also has to be a
-multiple of the second number.
+Limits of torch's variable-length kernel: the largest head size, and a number of which each head
+size has to be a multiple.
 """
 
 _CAPABILITY = (8, 0)
@@ -131,11 +131,11 @@ def attend(
     **options: Any,
 ) -> tuple[torch.Tensor, None]:
     """
-    Compute attention within the blocks of a row if the mask is a layout, else as transformers'
-    sdpa.
+    Compute attention within the blocks of a row if the mask is a layout, else as transformers' sdpa
+    does.
 
-    If the call needs an option that torch's attention lacks, the model's own code computes both;
-    see `own_code_attention`.
+    If the call needs an option that torch's attention lacks, the model's own code computes
+    attention in both cases; see `own_code_attention`.
 
     Args:
         module: Attention layer.
@@ -165,8 +165,8 @@ def attend(
     if own_code_attention(module, options) is not None and not share.has_whole_groups(query.shape[1], key.shape[1]):
         kind = type(module).__name__
         message = (
-            f"{share.num_ranks} ranks do not divide the {key.shape[1]} key heads of {kind}, whose own code attends to "
-            "whole groups of heads: let fewer ranks share a row"
+            f"{share.num_ranks} ranks do not divide the {key.shape[1]} key heads of {kind}, as its own attention code "
+            "requires: let fewer ranks share a row"
         )
         raise PackplanError(message)
     parts = share.to_heads(query, key, value)
@@ -188,8 +188,8 @@ def _refuse_joined_samples(positions: torch.Tensor | None, mask: Layout | torch.
         return
     if number := int((positions.diff() < 1).sum()):
         fact = (
-            f"position_ids begin {number + 1} samples in one row, but transformers keeps them apart only without a "
-            "cache and without an attention_mask: pass use_cache=False, and leave attention_mask out"
+            f"position_ids begin {number + 1} samples in one row, but a cache or an attention_mask lets them attend to "
+            "each other: pass use_cache=False, and leave attention_mask out"
         )
         raise ArgumentError("packed_batch", fact)
 
@@ -328,7 +328,7 @@ def attend_to_patches(
     **_: Any,
 ) -> tuple[torch.Tensor, None]:
     """
-    Compute attention within the images or windows of a vision tower's packed patches, not causally.
+    Compute non-causal attention within the images or windows of a vision tower's packed patches.
 
     The images or windows begin at the positions *cu_seq_lens_q*, whose last value is the end of the
     row; the longest has *max_length_q* patches. Other arguments and results are those of `attend`.
@@ -372,7 +372,7 @@ def why_not_fused(
     query: torch.Tensor, layout: Layout, *, dropout: float, capability: tuple[int, int] | None
 ) -> str | None:
     """
-    Return the reason why torch's `varlen_attn` does not support a row; None if it does.
+    Return the reason why torch's `varlen_attn` does not support a row; None if it supports the row.
 
     Args:
         query: Queries of the row; shape (1, heads, tokens, size).

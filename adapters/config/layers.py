@@ -56,7 +56,7 @@ def read_document(path: Path) -> dict[str, Any]:
             raise _refusal(path, "has to be a mapping of keys to values, but is not")
         extending = path
         if path.resolve() in documents:
-            raise _refusal(path, "names a file that extends this one: remove one extends of this circle", key="extends")
+            raise _refusal(path, "names a file that extends this one: remove extends from one of them", key="extends")
         base, documents[path.resolve()] = document.pop("extends", None), document
         if base is not None and not isinstance(base, str):
             raise _refusal(path, f"is {base!r}, but has to be the path of a YAML", key="extends")
@@ -73,7 +73,7 @@ def _refusal(source: Path, reason: str, *, key: str = "") -> ConfigError:
 
 def apply_overrides(document: Mapping[str, Any], overrides: Iterable[str]) -> dict[str, Any]:
     """
-    Return a document with the command line's values, and without keys whose value is null.
+    Return *document* with the command line's values, and without keys that are null.
 
     Args:
         document: Content of a YAML.
@@ -114,12 +114,12 @@ def expand_path(path: str) -> str:
     if path.startswith("~") and (home := os.path.expanduser(path)) == path:  # noqa: PTH111  # it takes no ~name apart
         user = path.partition("/")[0]
         message = (
-            f"is {path!r}, but there is no user {user} here: write the full path, or ./{path} for a folder named so"
+            f"is {path!r}, but there is no user {user} here: write the full path, or ./{path} for a folder of this name"
         )
         raise ValueError(message)
     path = home if path.startswith("~") else path
     if "\0" in path or (not is_url(path) and any(len(os.fsencode(part)) > _LONGEST_NAME for part in path.split("/"))):
-        raise ValueError(f"is {path!r}, but a name in it has a NUL, or more than {_LONGEST_NAME} bytes: shorten it")
+        raise ValueError(f"is {path!r}, but a name in it has a NUL, or more than {_LONGEST_NAME} bytes: change it")
     for name in _VARIABLE.findall(path):
         if name not in os.environ:
             raise ValueError(f"is {path!r}, but the variable {name} is not set: export it, or write the full path")
@@ -128,7 +128,7 @@ def expand_path(path: str) -> str:
 
 class _Loader(yaml.SafeLoader):
     """
-    SafeLoader that refuses keys that are repeated or not a text, and too large whole numbers.
+    SafeLoader that refuses repeated keys, keys that are not texts, and whole numbers above 64 bits.
 
     PyYAML would silently use the last value of a repeated key.
     """

@@ -5,8 +5,8 @@ The arguments are read from tables, since importing these libraries takes second
 needs a missing package, or that this machine would ignore, is a fault.
 
 A table is valid for one version of its libraries; `make reference` writes it from the installed
-versions. If other versions are installed, `installed_keys` of `adapters.trainer.arguments` and of
-`app.opening.grpo` reads the libraries' classes instead.
+versions. If other versions are installed, the classes of the libraries are read instead, by
+`installed_keys` in `adapters.trainer.arguments` or `app.opening.grpo`.
 """
 
 import contextlib
@@ -41,7 +41,7 @@ LIBRARIES: Mapping[Path, tuple[str, ...]] = {
     SFT_KEYS_FILE: ("ms-swift", "transformers"),
     GRPO_KEYS_FILE: ("trl", "transformers"),
 }
-"""For each table, the packages whose versions it depends on."""
+"""For each table, the packages from which it was read."""
 
 WORDS = {
     "null": "null",
@@ -80,7 +80,7 @@ class TrainerKey:
     """Types, choices and bounds of the values of a key that is passed to the trainer."""
 
     types: tuple[str, ...]
-    """Names of the allowed types, keys of `WORDS`; `float` allows whole numbers too."""
+    """Names of the allowed types, which are keys of `WORDS`; `float` allows whole numbers too."""
 
     choices: tuple[str, ...] = ()
     """Allowed values of a text, or of each item of a list; empty if any text is allowed."""
@@ -228,7 +228,8 @@ def read_nested_settings(value: Any) -> Mapping[str, Any]:
 
 def deepspeed_file(name: str) -> str:
     """
-    Return the path of ms-swift's DeepSpeed settings *name*, such as `zero2`; else *name* unchanged.
+    Return the file of ms-swift's DeepSpeed settings *name*, such as `zero2`; *name* if there is
+    none.
     """
     spec = find_spec("swift")
     if spec is None or spec.origin is None or not name.isidentifier():
@@ -241,8 +242,7 @@ def machine_faults(settings: Mapping[str, Any], *, on_cpu: bool, section: str = 
     """
     Yield a fault for each setting that does not work on this machine.
 
-    Such a setting needs a missing package, is ignored on this machine, or makes several ranks train
-    as one.
+    Such a setting needs a missing package, would be ignored, or makes several ranks train as one.
 
     Args:
         settings: Settings of the trainer.

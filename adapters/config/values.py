@@ -53,7 +53,7 @@ def structure_document(
     Args:
         document: Keys and sections of a YAML document.
         kind: Frozen class of the object.
-        advise: Function that returns fault and remedy of a key that the class does not have.
+        advise: Function that returns the fault and a remedy for a key that the class does not have.
         required: Values that stand in for faulty values of keys without a default.
     """
     try:

@@ -70,7 +70,7 @@ def measure_steps(
     """
     Train, and return the seconds of this rank's steps, evaluation and checkpoint.
 
-    The first steps, which warm up, are left out.
+    The first `_WARM_UP` steps are left out.
 
     Args:
         trainer: Trainer that trains the same packs in the same order in each epoch. The trainer may

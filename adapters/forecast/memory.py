@@ -32,7 +32,9 @@ from packplan.core.errors import ModelError
 from packplan.core.forecast import MemoryKind, ModelSharding, StepTrace
 
 _MOST_TOKENS = 131_072
-"""Longest packing length to try if the model's config.json states no number of positions."""
+"""
+Longest packing length to try if the model's config.json states no maximum number of positions.
+"""
 
 
 class TracedTrainer(CheckedTrainer):
@@ -50,7 +52,7 @@ class StepTracer:
     """Traces training steps of one rank of a run."""
 
     trainer: TracedTrainer
-    """Trainer of the model on the device `meta`, not yet prepared."""
+    """Trainer with the model on the device `meta`, which is not yet prepared for training."""
 
     sharding: ModelSharding
 

@@ -4,10 +4,10 @@ Records the memory that a computation would take.
 Floating-point tensors have sizes but no content. The memory blocks of these tensors are recorded
 when they would be allocated and freed.
 
-Integers and booleans are computed, since they are small and decide shapes, such as the samples of a
-row, the number of supervised tokens, or the grid of an image. A model whose shapes depend on
-floating-point values cannot be traced. Operators take the code path of a CPU, and the buffers
-inside kernels are not recorded.
+Integers and booleans are computed, since they are small and decide shapes. Examples are the lengths
+of samples, the number of supervised tokens, and the grid of an image. A model whose shapes depend
+on floating-point values cannot be traced. Operators take the code path of a CPU. Buffers inside
+kernels are not recorded.
 """
 
 import traceback
@@ -32,7 +32,7 @@ _INDEXED = (torch.ops.aten.index.Tensor, torch.ops.aten.index_put.default, torch
 
 
 _DEVICE = torch.ops.prim.device.default
-"""Operator that returns a tensor's device, the most frequent call, which allocates no tensor."""
+"""Operator that returns a tensor's device. It is the most frequent call, and allocates nothing."""
 
 
 class MemoryTracer(TorchDispatchMode):  # type: ignore[no-untyped-call]  # of torch
@@ -48,8 +48,8 @@ class MemoryTracer(TorchDispatchMode):  # type: ignore[no-untyped-call]  # of to
         Prepare a tracer; `record` starts the recording.
 
         Args:
-            vocabulary: Last dimension of the logits, by which the tracer recognises them; 0 if the
-                model has no logits.
+            vocabulary: Size of the logits' last dimension, by which the tracer recognises logits; 0
+                if the model has none.
         """
         super().__init__()  # type: ignore[no-untyped-call]
         self.clock = 0
@@ -126,7 +126,7 @@ class MemoryTracer(TorchDispatchMode):  # type: ignore[no-untyped-call]  # of to
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        """Run an operator, without content for floating-point results; record new storages."""
+        """Run an operator, and record new storages. Floating-point results have no content."""
         if func is _DEVICE:
             return args[0].fake_device if isinstance(args[0], FakeTensor) else func(*args)
         if any(issubclass(one, DTensor) for one in types):
@@ -171,7 +171,7 @@ class MemoryTracer(TorchDispatchMode):  # type: ignore[no-untyped-call]  # of to
 
 def _integer_indices(indices: Any) -> Iterator[Any]:
     """
-    Yield indices, each boolean mask as the positions of its true entries, so that shapes are known.
+    Yield indices. A boolean mask becomes the positions of its true entries, so shapes are known.
     """
     for index in indices:
         if isinstance(index, torch.Tensor) and index.dtype == torch.bool and not isinstance(index, FakeTensor):
@@ -182,14 +182,14 @@ def _integer_indices(indices: Any) -> Iterator[Any]:
 
 
 def _model_place(error: BaseException) -> str:
-    """Return where in the model's code an error occurred, as " in FUNCTION of FILE"."""
+    """Return an error's place in the model's code, as " in FUNCTION of FILE"; "" if unknown."""
     frames = [one for one in traceback.extract_tb(error.__traceback__) if "modeling" in Path(one.filename).name]
     return f" in {frames[-1].name} of {Path(frames[-1].filename).name}" if frames else ""
 
 
 def replace_meta_weights(model: torch.nn.Module, tracer: MemoryTracer) -> None:
     """
-    Replace a model's weights and buffers on the device `meta` with CPU ones without content.
+    Replace a model's weights and buffers on the device `meta` by CPU tensors without content.
 
     Tied weights stay tied.
     """

@@ -36,8 +36,8 @@ class PackBatches:
     Each iteration yields the batches of `epoch`, and then increases `epoch` by 1. After a state is
     loaded, the first iteration yields only the remaining batches of its epoch. After an iteration
     that stopped early, `set_epoch` or `load_state_dict` has to be called before the next iteration.
-    `state_dict` returns the progress at any batch. `load_state_dict` continues from such a
-    progress, also on another number of ranks.
+    `state_dict` returns the progress at any batch. `load_state_dict` continues from a state that
+    `state_dict` returned, also on another number of ranks.
     """
 
     def __init__(
@@ -55,9 +55,9 @@ class PackBatches:
         Prepare the batches of a schedule.
 
         Args:
-            schedule: Order of packs.
+            schedule: Schedule of the packs.
             rank: This rank, from 0.
-            world_size: Number of ranks, which has to equal that of the schedule.
+            world_size: Number of ranks, which has to be the schedule's.
             plan: Checksum of the plan. A state stores *plan*, *data* and *identity*, and only a
                 state with the same values can be loaded.
             data: Digest of the rows: `digest` of the facts that `RowsOfPacks.inspect` returns.
@@ -92,7 +92,7 @@ class PackBatches:
 
     def restart(self) -> None:
         """
-        Discard the progress, also if it was loaded, and begin again at the start of the schedule.
+        Discard the progress, even if it was loaded, and begin again at the start of the schedule.
         """
         self.reschedule(self._given)
 
@@ -173,7 +173,7 @@ class EvalBatches:
     Every rank has the same number of batches; if needed, the first batches are repeated at the end.
 
     Attributes:
-        shares: Whether ranks share packs by their degree.
+        shares: Whether several ranks may share a pack.
     """
 
     def __init__(
@@ -233,7 +233,7 @@ def read_saved_progress(folder: Path) -> Mapping[str, Any]:
         state = read_trainer_state(folder)
         step = (progress := find_progress(state) or {})["progress"]["step"]
     except (OSError, KeyError, TypeError) as error:
-        fact = "has no progress of a plan, so no plan can resume: leave out resume_from_checkpoint"
+        fact = "has no progress of a plan, so training cannot resume from it: leave out resume_from_checkpoint"
         fact = fact if folder.is_dir() else "does not exist: name the folder of a checkpoint"
         raise ArgumentError("host", f"{folder} {fact}", {"folder": str(folder)}) from error
     require_same_step(folder, state, step)

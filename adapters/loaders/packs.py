@@ -3,7 +3,8 @@ Packs of rows: a torch data set (`RowsOfPacks`), a collator (`PackInputs`), and 
 
 Item k of the data set is pack k. `PackInputs` makes a padded batch of a pack's samples, which a
 model with `packplan.hf.unpad` computes without padding. `flatten` joins samples into one row, whose
-positions start again with every sample. `PackLoader` is the data loader of all trainers.
+positions start again with every sample. `PackLoader` is the data loader of all trainers that train
+packs.
 """
 
 from __future__ import annotations
@@ -43,11 +44,11 @@ from packplan.core.errors import ArgumentError, MismatchError, PackplanError, co
 from packplan.core.surface import Plan
 
 PACK = "packplan_pack"
-"""Key of a batch, whose value is a pack index or the list of the batch's pack indices."""
+"""Key under which a batch has its pack index, or a list of its pack indices."""
 
 
 NORMALISER = "loss_normaliser"
-"""Key of a batch of `packplan sft`, whose value is the sum of its tokens' loss weights."""
+"""Key under which a batch of `packplan sft` has the sum of its tokens' loss weights."""
 
 
 class PackOfRows(list[Row]):
@@ -122,7 +123,8 @@ class RowsOfPacks(Dataset[PackOfRows]):
         Read all rows once, and return their digests, lengths and numbers of supervised tokens.
 
         Args:
-            num_workers: Number of processes that read rows; useful if reading a row computes it.
+            num_workers: Number of processes that read rows; useful if rows are computed when they
+                are read.
 
         Raises:
             ArgumentError: A row is padded or is not one sample, or no row has a supervised token.
@@ -237,7 +239,8 @@ def flatten(rows: Sequence[Row]) -> dict[str, Any]:
 
 class PackLoader(DataLoader[Any]):
     """
-    Loader of a rank's batches under training arguments; it raises errors that data sets return.
+    Loader of a rank's batches, set up from training arguments. It raises errors that data sets
+    return.
     """
 
     wait_seconds = 0.0

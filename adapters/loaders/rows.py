@@ -1,5 +1,5 @@
 """
-Reading, comparing and padding of a data set's rows, each of which is one sample.
+Reads, compares and pads the rows of a data set.
 
 A row is one sample: a mapping with `input_ids`, perhaps `labels`, and perhaps the tensors of a
 processor (`pixel_values`, `image_grid_thw`, …). Rows of another form need a collator of the user's
@@ -49,15 +49,14 @@ MASKS = ("completion_mask", "assistant_masks", "assistant_mask")
 
 _PACKED = {"seq_lengths": 1, "seq_lens": 1, "seq_start_id": 1, "cu_seqlens": 2, "cu_seq_lens_q": 2, "cu_seq_lens_k": 2}
 """
-Column with lengths or boundaries of a pack's samples -> number of its values in a pack of one
-sample.
+Column with lengths or boundaries of a pack's samples -> number of values in a pack of one sample.
 """
 
 _NUMBERED = ("seq_idx", "segment_ids")
-"""Columns with the number of each token's sample in a pack."""
+"""Columns with the sample number of each token in a pack."""
 
 MEDIA_TYPE_IDS = "mm_token_type_ids"
-"""Key of the type of each token in transformers: 0 for text, 1 for images, 2 for videos."""
+"""Column of transformers with the type of each token: 0 for text, 1 for images, 2 for videos."""
 
 TYPE_COLUMNS = ("token_type_ids", MEDIA_TYPE_IDS)
 """Columns with the type of each token, such as text or image."""
@@ -136,9 +135,10 @@ class RowSource:
 
         Args:
             decode: Whether to decode files if the length of a row is not known otherwise.
-            num_workers: Number of processes that read rows; useful if reading a row computes it.
+            num_workers: Number of processes that read rows; useful if rows are computed when they
+                are read.
             rank: This rank, from 0.
-            world_size: Number of ranks that divide the rows.
+            world_size: Number of ranks, each of which reads a share of the rows.
 
         Raises:
             ArgumentError: A row is padded or is not one sample.
@@ -168,7 +168,9 @@ class RowSource:
         return map(self.rows.__getitem__, indices) if several is None else several([*indices])
 
     def digests(self, indices: Sequence[int], rows: Iterable[Row]) -> list[bytes]:
-        """Return digests of the rows of *indices*: of *rows*, or of `stored` if it is not None."""
+        """
+        Return a digest for each row of *indices*, from *rows* or, if it is not None, from `stored`.
+        """
         if self.stored is not None:
             from datasets.table import embed_table_storage
 
@@ -205,9 +207,7 @@ class RowSource:
             return error
 
     def _count(self, row: Row, index: int) -> tuple[int, int]:
-        """
-        Return the numbers of supervised tokens and of all tokens of a row, after its collator.
-        """
+        """Return the number of supervised tokens and the number of all tokens of a collated row."""
         if self.of_pairs:
             (length,) = sample_lengths(self.collate([row]), 1)  # type: ignore[misc]  # TRL's trainers have one
             return length, length
@@ -340,7 +340,7 @@ class RowFacts:
 
 
 def require_supervised_rows(supervised: IntArray) -> None:
-    """Warn of samples without supervised tokens; ArgumentError if all samples are without."""
+    """Warn of samples without supervised tokens; ArgumentError if all samples lack them."""
     unsupervised = int((supervised == 0).sum())
     if unsupervised == supervised.size > 0:
         fact = f"none of {counted(supervised.size, 'sample')} has a supervised token: all labels are {IGNORED_LABEL}"
@@ -356,12 +356,12 @@ def tensor_bytes(tensor: torch.Tensor) -> bytes:
 
 
 class _ReadRow(dict[str, Any]):
-    """Row that `read_row` has returned, so that another call returns it unchanged."""
+    """Row that `read_row` has returned; another call of `read_row` returns it unchanged."""
 
 
 def read_row(row: Row, index: int | None = None) -> Row:
     """
-    Return a tokenized row with `input_ids`, `labels`, token types, and columns such as media.
+    Return a tokenized row with `input_ids`, `labels`, token types, and other columns such as media.
 
     Ids, labels and token types become int64 arrays of shape (tokens,).
 
@@ -370,8 +370,8 @@ def read_row(row: Row, index: int | None = None) -> Row:
         index: Index of the row, for messages.
 
     Raises:
-        ArgumentError: The row has no `input_ids`, it has padding or several samples, its ids are
-            not whole numbers, or it has more or fewer labels or mask values than tokens.
+        ArgumentError: The row has no `input_ids`, values that are not whole numbers, padding or
+            several samples. Or it has more or fewer labels or mask values than tokens.
     """
     if isinstance(row, _ReadRow):
         return row
@@ -449,7 +449,7 @@ def _to_integers(values: Any, column: str, name: str) -> NDArray[np.int64]:
 
 def token_type_columns(model: torch.nn.Module) -> tuple[str, ...]:
     """
-    Return the columns with token types that the model, or one of its modules, has as arguments.
+    Return the columns of token types that are arguments of the model or of one of its modules.
     """
     taken = {name for part in model.modules() for name in inspect.signature(part.forward).parameters}
     return tuple(name for name in TYPE_COLUMNS if name in taken)
@@ -461,7 +461,7 @@ def pad_rows(rows: Sequence[Row], *, types: Sequence[str] = (MEDIA_TYPE_IDS,)) -
 
     Args:
         rows: Tokenized rows; at least one.
-        types: Columns with token types that the model has as arguments.
+        types: Columns of token types that are arguments of the model.
 
     >>> batch = pad_rows([{"input_ids": [5, 6]}, {"input_ids": [7, 8, 9]}])
     >>> batch["input_ids"].tolist(), batch["attention_mask"].tolist()
@@ -483,7 +483,7 @@ def pad_rows(rows: Sequence[Row], *, types: Sequence[str] = (MEDIA_TYPE_IDS,)) -
 
 def count_supervised(labels: torch.Tensor) -> int:
     """
-    Return the number of supervised tokens of labels of shape (rows, tokens).
+    Return the number of supervised tokens in *labels*, which has the shape (rows, tokens).
 
     The first token of each row is not counted, since no token predicts it.
     """

@@ -1,5 +1,5 @@
 """
-Computes losses on packed logits, sequence by sequence (`PackedLoss`) or at once (`FusedLoss`).
+Computes losses on packed logits, sequence by sequence (`PackedLoss`) or all at once (`FusedLoss`).
 
 The data are named fields of a batch of sequences, padded on the right. One dimension of a field may
 run along the sequence (`core.shard.inputs`). Entry t in that dimension belongs to token t, which
@@ -36,13 +36,12 @@ DERIVED = frozenset({"entropy", "sequence_tokens", "sequence_log_ratio"})
 """
 Fields that `FusedLoss` computes for a loss. `entropy` is the entropy of the token's distribution,
 in nats. `sequence_tokens` is the total weight of the sequence's tokens. `sequence_log_ratio` is the
-weighted mean, over the sequence's tokens, of the log-probability minus the token's entry in the
-field `old_log_probabilities`; the loss has to name that field too. No gradient flows through
-`sequence_log_ratio`.
+log-probability minus the field `old_log_probabilities`, as a weighted mean over the sequence's
+tokens. The loss has to name that field too. No gradient flows through `sequence_log_ratio`.
 """
 
 _PREFERENCES = {"bpo", "cpo", "dpo", "ipo", "kto", "orpo", "preference", "preferences", "rpo", "simpo"}
-"""Words in the name of a loss which mean that the loss compares answers with each other."""
+"""Words in a loss's name which mean that the loss compares answers with each other."""
 
 
 _EXTREMES = {"_min": (torch.amin, torch.inf), "_max": (torch.amax, -torch.inf)}
@@ -70,11 +69,13 @@ class SequenceLoss(Protocol):
 
 
 class TokenLoss(Protocol):
-    """Loss that is a weighted sum over tokens, where each term depends on one token's fields."""
+    """
+    Loss that is a weighted sum over tokens; each term depends on the fields of one token only.
+    """
 
     @property
     def fields(self) -> tuple[str, ...]:
-        """Names of the fields that the loss reads, each of the data or of `DERIVED`."""
+        """Names of the fields that the loss reads, from the data or from `DERIVED`."""
 
     @property
     def normalisation(self) -> Normalisation:
@@ -118,8 +119,8 @@ def refuse_whole_batch_loss(loss: object) -> None:
     named_so = not _PREFERENCES.isdisjoint([*words, *map("".join, pairwise(words))])
     if getattr(loss, "needs_whole_batch", named_so):
         fact = (
-            f"the loss {name} compares sequences with each other, so it needs the whole batch at once, but packing "
-            "and dynamic batching compute it part by part"
+            f"the loss {name} compares sequences, so it needs the whole batch at once, but packing and dynamic "
+            "batching compute it part by part"
         )
         raise ArgumentError("whole_batch_loss", fact, {"loss": name})
 
@@ -140,8 +141,9 @@ class _SequenceFields:
 
     sequence_dims: Mapping[str, int | None] = MappingProxyType({})
     """
-    For each field name, the dimension that runs along the sequence, or None if none does. Fields
-    with usual names need no entry. `BatchedData.sequence_dims` has an entry for every field.
+    For each field name, the dimension that runs along the sequence, or None if none does. Fields of
+    `core.shard.inputs.TOKEN_FIELDS`, and fields without a dimension of size `width`, need no entry.
+    `BatchedData.sequence_dims` has an entry for every field.
     """
 
     def dims(self, data: Mapping[str, Any], names: Iterable[str]) -> dict[str, int | None]:
@@ -151,7 +153,9 @@ class _SequenceFields:
         return sequence_dims(shapes, input_key=self.input_key, declared=declared)
 
     def lengths(self, data: Mapping[str, Any], layout: PackedLayout | None) -> list[int] | None:
-        """Return the lengths in *data*, or None without any; ValueError if *layout* has others."""
+        """
+        Return the lengths in *data*, or None if it has none; ValueError if *layout* has others.
+        """
         found = [int(length) for length in data.get(self.input_lengths_key, ())]
         if found and layout is not None and found != layout.lengths.tolist():
             raise ValueError(f"the lengths in field {self.input_lengths_key} differ from those of the row")
@@ -208,7 +212,7 @@ class FusedLoss(_SequenceFields):
     """
     Calls a `TokenLoss` once for all tokens of a packed row or a padded batch.
 
-    If it is called without a layout, it works as a `SequenceLoss`.
+    A `FusedLoss` that is called without a layout is a `SequenceLoss`.
     """
 
     loss: TokenLoss = attrs.field(validator=_require_separable)
@@ -231,9 +235,10 @@ class FusedLoss(_SequenceFields):
             logits: Logits of a packed row, or of this rank's part of it; shape (1, num_positions /
                 cp_size, vocabulary). Without a layout, the shape is (num_sequences, width,
                 vocabulary).
-            data: Fields of all unpacked sequences, even if ranks share the row: the tokens and
-                `token_mask` of shape (num_sequences, width), and the fields of the loss. If neither
-                a layout nor lengths are given, `token_mask` has to be 0 at padding.
+            data: Fields of all unpacked sequences, even if ranks share the row. These are the
+                tokens, `token_mask` (both of shape (num_sequences, width)) and the fields of the
+                loss. If neither a layout nor lengths are given, `token_mask` has to be 0 at
+                padding.
             num_sequences: See `SequenceLoss`.
             num_tokens: See `SequenceLoss`.
             layout: Layout of the sequences in the row.
@@ -308,7 +313,7 @@ def combine_metrics(parts: Sequence[Metrics]) -> dict[str, torch.Tensor]:
 
 @attrs.frozen(eq=False)
 class _PredictedTokens:
-    """Target of each position of a packed row: the token that its logits predict."""
+    """Target of each position of a packed row: the token that the logits there predict."""
 
     sequence: torch.Tensor
     """Index of the sequence at each position; shape (num_positions,)."""
@@ -330,7 +335,8 @@ class _PredictedTokens:
 
     def target_values(self, field: torch.Tensor, dim: int | None) -> torch.Tensor:
         """
-        Return a field's value for each target, 0 without a target; shape (num_positions, …).
+        Return a field's value for each target; shape (num_positions, …), 0 at positions without a
+        target.
 
         Args:
             field: Values of one field for all sequences.

@@ -1,8 +1,8 @@
 """
 Log-probabilities of tokens and entropies of their distributions, computed from logits.
 
-Forward and backward passes convert the logits to float32 in blocks of positions, so that no array
-of the logits' size is allocated, except for their gradient.
+Forward and backward passes convert the logits to float32 in blocks of positions. So the gradient is
+the only array of the logits' size that is allocated.
 """
 
 from typing import Any
@@ -21,8 +21,8 @@ its product with probability 0 is 0, not NaN.
 
 _CPU_BLOCK, _DEVICE_BLOCK = 1 << 18, 1 << 26
 """
-Largest number of float32 logits in a block of several positions: 1 MiB for a CPU core's cache, or
-256 MiB to keep a GPU busy.
+Largest number of float32 logits in a block of several positions. 1 MiB fits into a CPU core's
+cache; 256 MiB keep a GPU busy.
 """
 
 

@@ -1,8 +1,8 @@
 """
-Helper process that reports rank 0's current task, and the end of rank 0, in the ranks' store.
+Helper process that writes rank 0's current task, and the end of rank 0, to the ranks' store.
 
-A thread cannot do this, since solvers hold the interpreter lock for seconds, and the heartbeat has
-to outlive rank 0 to report that rank 0 has died.
+A thread cannot do this, since solvers hold the interpreter lock for seconds. The heartbeat also has
+to outlive rank 0, to report that rank 0 has died.
 """
 
 import contextlib
@@ -21,7 +21,7 @@ from torch.distributed.distributed_c10d import Store
 from packplan.adapters.processes import hold_ctrl_c
 
 BEAT_S = 1.0
-"""Largest number of seconds between two heartbeats, and smallest between two reported tasks."""
+"""Maximum number of seconds between heartbeats, and minimum number between reported tasks."""
 
 BEAT, DIED = "beat", "died"
 """Store keys of the latest heartbeat (number, rank 0's task) and of the reason why a rank ended."""

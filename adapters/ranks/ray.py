@@ -32,10 +32,7 @@ START_S = 300.0
 
 
 class _RankActor:
-    """
-    Ray actor of one rank: it gets the group's address, joins the group as torchrun's ranks do, and
-    builds its worker.
-    """
+    """Ray actor of one rank, which sets torchrun's environment variables and builds its worker."""
 
     def meeting_point(self) -> tuple[str, int]:
         """Return this worker's IP address and a free port, where the ranks can connect."""
@@ -120,13 +117,13 @@ class RayWorkers:
         Call a method of every worker with its own shard; return the results by worker.
 
         Args:
-            method: Name of a worker's method that takes a shard and the options.
+            method: Name of the worker's method, which takes a shard and the options.
             shards: One shard for each worker, by rank.
             options: Keyword arguments of the method, the same for all workers.
 
         Raises:
-            RunError: A worker died, or raised an error. All workers are then ended, since the
-                others may wait for this worker in a collective.
+            RunError: A worker died, or raised an error other than a PackplanError. All workers are
+                then ended, since the others may wait for this worker in a collective.
             PackplanError: A worker raised this error, which is passed on unchanged.
         """
         calls = [actor.call.remote(method, shard, options) for actor, shard in zip(self._actors, shards, strict=True)]

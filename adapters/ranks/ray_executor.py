@@ -1,8 +1,8 @@
 """
 Measures blocks of samples on a Ray cluster; each block is one Ray task.
 
-Each worker process opens template and records once, by a function from Ray's object store, and
-reuses them for later blocks. If a node or process is lost, Ray runs its tasks again elsewhere.
+Each worker process opens the template and the records once, by a function from Ray's object store.
+Later blocks reuse them. If a node or process is lost, Ray runs its tasks again elsewhere.
 """
 
 import logging
@@ -55,10 +55,10 @@ class RayExecutor:
         Join a Ray cluster, unless this process has joined one already.
 
         Args:
-            open_measure: Function that opens template and records on a node, and returns a function
-                that measures a block.
-            address: Address of the cluster; `auto` takes the address in RAY_ADDRESS, or else a
-                cluster on this machine.
+            open_measure: Function that opens the template and the records on a node. It returns a
+                function that measures a block.
+            address: Address of the cluster. With `auto`, the address is RAY_ADDRESS or, if that is
+                not set, a cluster on this machine.
             variables: Environment variables to set on the nodes; None unsets a variable.
             timeout_s: Seconds to wait for the result of a block; 0 waits for ever.
 

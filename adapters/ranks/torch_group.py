@@ -52,7 +52,7 @@ the arrays.
 
 
 _BLOCK = 1 << 18
-"""Number of integers in a block of a weight's bytes; a digest is made from one sum per block."""
+"""Number of integers in a block of a weight. A digest is computed from one sum for each block."""
 
 _GOLDEN = -7046029254386353131
 """
@@ -101,7 +101,7 @@ class TorchGroup:
         Join the process group; every rank has to construct a `TorchGroup`.
 
         Args:
-            use_cpu: Whether to use gloo alone, even if CUDA is available.
+            use_cpu: Whether to use only gloo, even if CUDA is available.
             timeout_s: Seconds to wait for the other ranks, while joining and in each collective;
                 `build_on_rank_zero` has its own limit.
 

@@ -41,7 +41,7 @@ def write_length_table(
         stored: Measurements of all records.
         identities: Identity of each record, as in `KnownLengths.identities`.
         path: Parquet file; an existing one is replaced.
-        key: All inputs of the measurements except the data.
+        key: Fingerprint of all inputs of the measurements except the data.
         files: Data files of the records.
 
     Raises:
@@ -76,7 +76,7 @@ def read_length_table(path: Path) -> KnownLengths:
     Return the measurements in a table that `write_length_table` wrote.
 
     Raises:
-        ArgumentError: The file does not have this version's format of a table, or is damaged.
+        ArgumentError: The file is damaged, or is not a table in the format of this version.
     """
     _read_header(path)
     try:
@@ -91,10 +91,10 @@ def read_length_table(path: Path) -> KnownLengths:
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise _table_error(path, f"cannot be read: {error}") from None
     if np.any(numbers != num_media(known.table)):
-        raise _table_error(path, "names more or fewer images and videos than it describes")
+        raise _table_error(path, "has more or fewer entries in the column media than images and videos: measure again")
     if (row := _first_invalid_row(known.table)) is not None:
         said = ", ".join(f"{name} {value}" for name, value in zip(COLUMNS, known.table[row].tolist(), strict=True))
-        raise _table_error(path, f"has no valid measurement in row {row}, counted from 0 ({said}): measure it again")
+        raise _table_error(path, f"has no valid measurement in row {row}, counted from 0 ({said}): measure again")
     return known
 
 
@@ -126,7 +126,7 @@ def _read_header(path: Path) -> Mapping[str, Any]:
     except (OSError, ValueError, KeyError):
         raise _table_error(path, "is not a table of lengths that packplan measure wrote") from None
     if about.get("schema") != SCHEMA:
-        raise _table_error(path, f"has another format than this version of Packplan reads ({SCHEMA})")
+        raise _table_error(path, f"has another format than this version of Packplan reads ({SCHEMA}): measure again")
     return about
 
 

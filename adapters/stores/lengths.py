@@ -138,10 +138,10 @@ class DiskLengthStore:
         Return the rows stored under *key*, and prepare to append the records that follow.
 
         Args:
-            key: All inputs of the measurements except the data.
+            key: Fingerprint of all inputs of the measurements except the data.
             num_records: Current number of records.
-            data_digest: Function that returns the current digest of a number of first records,
-                without the records that `bad_records` returns.
+            data_digest: Function that takes a number n, and returns the current digest of the first
+                n records. Records that `bad_records` returns are left out.
 
         Raises:
             StaleError: The stored measurements have another key, or other data.
@@ -175,10 +175,10 @@ class DiskLengthStore:
         Return the rows stored under *key* in this folder, without writing anything.
 
         Args:
-            key: All inputs of the measurements except the data.
+            key: Fingerprint of all inputs of the measurements except the data.
             num_records: Current number of records.
-            data_digest: Function that returns the current digest of a number of first records,
-                without bad records.
+            data_digest: Function that takes a number n, and returns the current digest of the first
+                n records without bad records.
         """
         manifest = files.read_manifest(self._manifest, SCHEMA)
         if manifest is None:

@@ -51,7 +51,7 @@ _COUNTED = (
 
 @contextmanager
 def _advise_to_delete(path: Path) -> Iterator[None]:
-    """In this context, advise in the text of any CorruptArtefactError to delete *path*."""
+    """Add the advice to delete *path* to any CorruptArtefactError in this context."""
     try:
         yield
     except CorruptArtefactError as error:
@@ -188,7 +188,7 @@ class DiskPlanStore:
         except (ValueError, LookupError) as error:
             raise CorruptArtefactError(str(self._manifest), f"it is not a plan: {error}") from None
         if plan_checksum(plan.packs) != manifest["checksum"]:
-            raise CorruptArtefactError(str(self._manifest), "its checksum differs from that of its packs")
+            raise CorruptArtefactError(str(self._manifest), "its checksum does not match its packs")
         if differing := [name for name, count in _plan_counts(plan).items() if manifest.get(name) != count]:
             raise CorruptArtefactError(str(self._manifest), f"its arrays contradict its {', '.join(differing)}")
         return plan

@@ -97,7 +97,7 @@ def edit(name, value):
         (lambda table: table.drop_columns(["patches"]), r"cannot be read: .*patches"),
         (lambda table: table.set_column(table.column_names.index("media"), "media",
                                         pa.array([[]] * 3, table.schema.field("media").type)),
-         "more or fewer images"),
+         "more or fewer entries"),
         (lambda _: pa.table({"length": [1]}), "is not a table of lengths"),
         (lambda table: table.replace_schema_metadata(
             {b"packplan_lengths": b'{"schema": "packplan length table 0"}'}), "has another format"),

@@ -268,7 +268,7 @@ def test_one_yaml_builds_on_another(tmp_path: Path):
 @pytest.mark.parametrize(
     ("text", "says"),
     [
-        ("extends: run.yaml\n", "circle"),
+        ("extends: run.yaml\n", "extends this one: remove extends"),
         ("extends: gone.yaml\n", r"run\.yaml has 1 fault:\n  extends names .*gone\.yaml, which cannot be read"),
         ("extends: 3\n", "path of a YAML"),
         ("model: [\n", "not valid YAML"),
