@@ -1,5 +1,6 @@
 """
-Verdict on whether a model may pack, and by which strategy; see `core.equality.PackingVerdict`.
+Verdict on whether packs of a model can be trained, and by which strategy; see
+`core.equality.PackingVerdict`.
 """
 
 from __future__ import annotations
@@ -54,7 +55,7 @@ the copy, and one is shorter than usual convolution kernels.
 """
 
 _ROUNDS = 4
-"""Maximum number of classes of state-carrying layers that are searched for in a model."""
+"""Maximum number of classes of state-carrying layers to find in a model."""
 
 
 _UNREACHED = (
@@ -70,7 +71,7 @@ def probe_small_copy(
     Return the verdict on a model, from a small copy of the model with random weights.
 
     Args:
-        config: Configuration (of transformers) of the user's model.
+        config: transformers configuration of the user's model.
         attn_impl: Value of `model.attn_impl`.
         trust_remote_code: Whether Python code in the model's folder may run.
         on_cpu: Whether the model trains on a CPU. If False, attentions that need a GPU are probed
@@ -96,7 +97,7 @@ def _using_one_thread() -> Iterator[None]:
 @attrs.frozen(eq=False)
 class _SmallCopies:
     """
-    Small copies of a model on one device and in one precision, with the outcome of samples alone.
+    Small copies of a model on one device and in one precision, with results of each sample alone.
     """
 
     build: Callable[[str], Any]
@@ -178,7 +179,7 @@ class SmallProbe:
     """Probe of one model, which tries one attention after another on small copies."""
 
     config: Any = attrs.field(converter=trained_config)
-    """Configuration (of transformers) of the user's model."""
+    """transformers configuration of the user's model."""
 
     trust_remote_code: bool = False
     """Whether Python code in the model's folder may run."""
@@ -343,9 +344,9 @@ def _draw_row(model: Any) -> ProbeRow:
 
 def _try_strategy(copies: _SmallCopies, trial: StrategyTrial, blank: PackingVerdict) -> PackingVerdict:
     """
-    Return the verdict on a strategy. If a trial that keeps rows fails, it is repeated once with
-    layers that carry a state running sample by sample. If a vision model passes, its images are
-    compared too.
+    Return the verdict on a strategy. If a trial that keeps rows fails, it is repeated once. In the
+    repetition, layers that carry a state run sample by sample. If a vision model passes, its images
+    are compared too.
     """
     carriers: tuple[str, ...] = ()
     split: tuple[str, ...] = ()

@@ -44,7 +44,7 @@ _WHOLE = ": set sequence_parallel_size to 1, which trains whole rows"
 """Remedy in the error about a model whose rows cannot be shared by ranks."""
 
 _IDS = 2000
-"""Number that drawn token ids stay below. Larger ids may belong to images, or to no token."""
+"""Exclusive limit of drawn token ids. Larger ids may belong to images, or to no token."""
 
 
 _GRIDS = ((1, 12, 20), (1, 4, 4), (1, 16, 12))
@@ -113,7 +113,7 @@ def probe_ready_model(
     train.
 
     If ranks share rows of the model, the row is computed once for each number of ranks that may
-    share one.
+    share a row.
 
     Args:
         model: Model of transformers, perhaps with adapters; its mode is restored.
@@ -175,7 +175,7 @@ def build_small_copy(
         choice: Attention of the model, which the copy uses too.
         groups: Groups of ranks that share rows of the copy.
         kind: Class of the copy; None takes a class that can generate text.
-        device: Device of the copy; None takes that of the model. The copy of a model on the device
+        device: Device of the copy; None takes the model's device. The copy of a model on the device
             `meta` is on the CPU.
     """
     weight = next(model.parameters())
@@ -260,8 +260,8 @@ def _compare_images(model: Any, images: list[dict[str, torch.Tensor]], native: s
 
 def _draw_images(model: Any) -> list[list[dict[str, torch.Tensor]]]:
     """
-    Draw random images of the same numbers of patches in each format that the vision tower may take.
-    Their pixels require gradients.
+    Draw random images in each format that the vision tower may take, with the same numbers of
+    patches. Pixels require gradients.
     """
     parts = [part.get_image_features for part in model.modules() if hasattr(part, "get_image_features")]
     parameters = {name for function in parts for name in inspect.signature(function).parameters}

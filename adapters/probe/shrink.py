@@ -3,10 +3,10 @@ Small copy of a model's configuration: layers keep their kinds and their order, 
 
 Rules depend on the names of keys, not on the model family. Windows, chunks, blocks and the lengths
 at which rotary factors change become shorter than the probe's samples, so that the samples reach
-each mechanism. A number that no rule covers, but that may be a length, is made smaller by
-trial if the model still runs. A number that cannot shrink, and is not a size of
-weights, may let samples influence each other at distances that the probe's samples do not reach.
-The model is then refused, and the message names the key.
+each mechanism. A number that no rule covers, but that may be a length, is made smaller by trial if
+the model still runs. A number that cannot shrink, and is not a size of weights, may be a distance
+that the probe's samples do not reach. The model is then refused, since samples may influence each
+other at this distance. The message names the key.
 """
 
 import copy
@@ -45,8 +45,8 @@ _FIRST_LAYER_KEYS = re.compile(r"^(first_k_dense_replace|num_dense_layers|moe_la
 
 _SHORT = (8, 16, 32)
 """
-Numbers of tokens to try for a setting that may be a length; the smallest one that the model accepts
-is used.
+Numbers of tokens to try for a setting that may be a length. The smallest number that the model
+accepts is used.
 """
 
 _REACHED = LONGEST // 2
@@ -71,8 +71,8 @@ class _ConfigFacts:
 
     fewest: int
     """
-    Number of layers that are kept, or for a configuration without layers, the smallest number that
-    one of its parts keeps.
+    Number of kept layers. For a configuration without layers, this is the smallest number that one
+    of its parts keeps.
     """
 
     head: int
@@ -205,7 +205,7 @@ def shrink_config(config: Mapping[str, Any], layers_per_kind: int = 1) -> dict[s
 
 def _count_layers(config: Mapping[str, Any], layers_per_kind: int) -> tuple[int, int]:
     """
-    Return the number of layers of a part, and the number to keep; both are 0 if it has only
+    Return the number of layers of a part, and the number to keep; both are 0 if the part has only
     sub-parts.
     """
     layers = next((config[name] for name in _LAYER_KEYS if isinstance(config.get(name), int)), 0)
@@ -366,7 +366,7 @@ def shrink_by_trial(paths: Sequence[KeyPath], runs: Callable[[NewValues], bool])
 
 
 def replace_values(small: Mapping[str, Any], new_values: NewValues) -> dict[str, Any]:
-    """Return a copy of a configuration in which *new_values* replace values."""
+    """Return a copy of a configuration in which *new_values* replace the values at their paths."""
     changed = copy.deepcopy(dict(small))
     for (*parts, last), size in new_values.items():
         part: Any = changed

@@ -77,7 +77,7 @@ class SmallModels:
     """
 
     config: Any
-    """Configuration (of transformers) of the user's model."""
+    """transformers configuration of the user's model."""
 
     trust_remote_code: bool = False
     """Whether Python code in the model's folder may run."""

@@ -78,9 +78,9 @@ class PackedBatch:
 
         Args:
             batch: Arguments of the model for packed rows, perhaps with labels.
-            starts: First token of each sample, or a list of them for each row. None takes the
-                tokens at which `position_ids` restart. Without position ids, each of several rows
-                is a sample.
+            starts: Position of the first token of each sample, or a list of such positions for each
+                row. None takes the tokens at which `position_ids` restart. Without position ids,
+                each of several rows is a sample.
 
         Raises:
             ArgumentError: The batch has no packed rows, or its tensors disagree on where samples

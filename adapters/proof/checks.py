@@ -33,8 +33,9 @@ def assert_isolated(model: torch.nn.Module, batch: Mapping[str, Any], starts: St
     Args:
         model: Any model that returns logits, as a tensor or as `logits` of its output.
         batch: Arguments of the model for rows of shape (rows, tokens), as the collator made them.
-        starts: First token of each sample, or a list of them for each row. None takes the tokens at
-            which `position_ids` restart; without position ids, each of several rows is a sample.
+        starts: Position of the first token of each sample, or a list of positions for each row.
+            None takes the tokens at which `position_ids` restart. Without position ids, each of
+            several rows is a sample.
 
     Raises:
         MismatchError: A sample depends on another sample. The error is an AssertionError, and names
@@ -54,8 +55,8 @@ def assert_isolated(model: torch.nn.Module, batch: Mapping[str, Any], starts: St
             f"the logits of sample {dependence.reader} have no gradient to its own tokens, so a leak cannot be measured"
         )
         raise ModelError("probe", reason)
-    fact = f"sample {dependence.reader} depends on sample {dependence.source}: its gradient at that sample is "
-    fact += f"{dependence.isolation:.2g} times that at itself, instead of 0"
+    fact = f"gradients of sample {dependence.reader} are {dependence.isolation:.2g} times as large at sample "
+    fact += f"{dependence.source} as at sample {dependence.reader}, instead of 0"
     if getattr(getattr(model, "config", None), "use_cache", False) and "use_cache" not in row.inputs:
         fact += "; set config.use_cache to False, since transformers takes a row with a cache as one sample"
     details = {"samples": (dependence.reader, dependence.source), "module": where and where.name}
@@ -80,8 +81,9 @@ def assert_equal_to_alone(
     Args:
         model: Any model that returns logits, with trainable weights.
         batch: Arguments of the model for rows of shape (rows, tokens), as the collator made them.
-        starts: First token of each sample, or a list of them for each row. None takes the tokens at
-            which `position_ids` restart; without position ids, each of several rows is a sample.
+        starts: Position of the first token of each sample, or a list of positions for each row.
+            None takes the tokens at which `position_ids` restart. Without position ids, each of
+            several rows is a sample.
         alone: A batch for each sample by itself, in the order of the row. With None, samples are
             cut out of the row, which does not work with images.
         limit: Largest allowed relative difference. None takes the difference that rounding can

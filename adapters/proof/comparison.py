@@ -206,9 +206,8 @@ def run_alone(
     """
     Return logits, losses and gradients of samples that are computed one by one, the last one first.
 
-    The order is reversed because a layer may keep a state between calls. If the samples were
-    computed in the order of the row, the layer's state would be the same as in the row, and would
-    hide a leak.
+    The order is reversed because a layer may keep a state between calls. In the order of the row,
+    the layer's state would be the same as in the row, and would hide a leak.
 
     Args:
         model: Model that computes.
@@ -315,8 +314,8 @@ def read_logits(output: Any, shape: Shape) -> torch.Tensor:
 
 def compute_precision(model: torch.nn.Module) -> Precision:
     """
-    Return the precision of a model's products: that of autocast if it is on, else that of the
-    weights.
+    Return the precision of a model's products: autocast's precision if autocast is on, else the
+    precision of the weights.
     """
     names: dict[torch.dtype, Precision] = {torch.float16: "float16", torch.bfloat16: "bfloat16"}
     return names.get(compute_dtype(next(model.parameters())), "float32")
@@ -329,8 +328,8 @@ def difference_limit(model: torch.nn.Module, precision: Precision | None = None,
     Args:
         model: Model that computes.
         precision: Precision of the model's products; None takes `compute_precision`.
-        experts: Whether medians are compared, for which more is allowed if rounding may choose
-            other experts.
+        experts: Whether medians are compared. Their limit is larger if rounding may choose other
+            experts.
     """
     precision = precision or compute_precision(model)
     rounding = rounding_limit(_rounding_step(precision), layers=_count_layers(model))
@@ -348,7 +347,7 @@ def experts_may_differ(model: torch.nn.Module) -> bool:
 
 
 def _count_layers(model: torch.nn.Module) -> int:
-    """Return the number of layers of the configuration, else of the longest list of modules."""
+    """Return the number of layers in the configuration, else in the longest list of modules."""
     config: Any = getattr(model, "config", None)
     text = config.get_text_config() if hasattr(config, "get_text_config") else config
     lists = (len(one) for one in model.modules() if isinstance(one, torch.nn.ModuleList))

@@ -1,5 +1,5 @@
 """
-Comparison of a hooked model's calls with padded passes: the first call of each kind.
+Comparison of a hooked model's first call of each kind with a padded pass.
 
 `unpad` tests equality on random tokens. This module compares the loss, the outputs, and the
 gradient with respect to token embeddings once more, on the user's batch. Training afterwards is bit
@@ -8,8 +8,8 @@ for bit the same as without the comparison.
 Ranks may have first calls of different kinds, so no rank waits for another rank during a
 comparison. A rank that finds a difference writes it to the store of torch.distributed, and computes
 with padding from then on. Every rank reads the store before it updates weights, so all ranks end
-together. The store may be in the process of rank 0, which therefore waits at its end, for at most
-`_HOLD_S` seconds, until the other ranks have read the store.
+together. The store may be in the process of rank 0. So rank 0 waits at its end until the other
+ranks have read the store, for at most `_HOLD_S` seconds.
 
 If weights are sharded, no rank can compute a pass alone. So if one rank has a first call, all ranks
 compare their calls: loss and outputs, without gradients. If a difference is found, all ranks end at
@@ -102,7 +102,7 @@ class _StoredFact:
         return store
 
     def leave(self) -> None:
-        """Record that this rank reads the store no more, so that rank 0 does not wait for it."""
+        """Record that this rank no longer reads the store, so that rank 0 does not wait for it."""
         self.join()
         self._set_reads("inf")
 
@@ -164,9 +164,9 @@ class FirstCalls:
             module: The model, its wrapper or its text stack.
             given: Arguments of the call by name.
             tokens: Real tokens of the batch; None if the call is not packed.
-            meets: Whether ranks with sharded weights exchange their findings. Ranks exchange
-                findings at most once in each call, whether or not a batch is padded, so that every
-                rank does so the same number of times.
+            meets: Whether ranks with sharded weights exchange their findings. Ranks do so at most
+                once in each call, whether or not a batch is padded. So every rank takes part in the
+                same number of exchanges.
 
         Raises:
             MismatchError: The passes differ. On several ranks with whole weights, `refuse_step`
@@ -217,7 +217,7 @@ class FirstCalls:
         if len(runs) > 1:
             fact = (
                 f"ranks that share weights run the vision tower {min(runs)} to {max(runs)} times in a call, and would "
-                "wait for each other: packplan.hf.ensure_vision_forward(model, inputs) lets all run it"
+                "wait forever: call packplan.hf.ensure_vision_forward(model, inputs) on all ranks"
             )
             raise MismatchError("ranks_disagree", fact)
         is_due = any(is_new for is_new, _ in found)

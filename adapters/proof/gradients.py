@@ -118,7 +118,7 @@ class WatchedPass:
 
     def logit_dependences(self, logits: torch.Tensor, readers: Iterable[int] | None = None) -> Iterator[Dependence]:
         """
-        Yield a `Dependence` for each reader: of its logits on the other sample with the largest
+        Yield, for each reader, the `Dependence` of its logits on the other sample with the largest
         gradient.
 
         Args:
@@ -138,8 +138,8 @@ class WatchedPass:
 
     def dependences(self, result: TensorNode, readers: Iterable[int] | None = None) -> Iterator[Dependence]:
         """
-        Yield a `Dependence` for each reader: of its part of a result on the other sample with the
-        largest gradient.
+        Yield, for each reader, the `Dependence` of its part of a result on the other sample with
+        the largest gradient.
 
         Args:
             result: Tensor of the pass.

@@ -2,9 +2,9 @@
 Search for the module that mixes samples, or computes a packed sample and the sample alone
 differently.
 
-The calls of a model's modules are a tree. The search goes down from the model: among the calls
-inside a call, it selects the first whose output shows the fault while its inputs do not. The search
-does not enter other calls, such as calls that only sort tokens for experts.
+The calls of a model's modules are a tree. The search starts at the call of the model. Among the
+calls inside a call, it selects the first whose output shows the fault while its inputs do not. The
+search does not enter other calls, such as calls that only sort tokens for experts.
 """
 
 from __future__ import annotations

@@ -71,8 +71,8 @@ def run_pass(
         call: Function that calls the model, its wrapper, or the stack.
         tokens: Real tokens of the batch; None reads no results.
         contexts: Contexts in which the call runs.
-        keeps: Value of `logits_to_keep` of the call: how many last columns have logits, or which
-            columns; None or 0 for all.
+        keeps: Value of the call's `logits_to_keep`: number of last columns that have logits, or
+            indices of the columns; None or 0 for all.
     """
     run, outputs = Pass(), {}
     sources: list[GradientEdge] = []

@@ -1,10 +1,10 @@
 """
 Assertion that the loss of a user's optimizer step is the mean over the step's supervised tokens.
 
-A trainer of transformers runs its own `train` to the end of the first step, including its loader,
-gradient accumulation, number of items, `training_step` and log. Only the update of the weights is
-left out. If a function is passed instead of a trainer, it is called unchanged. Afterwards weights,
-gradients, buffers, random state and the trainer's attributes are restored.
+A trainer of transformers runs its own `train` to the end of the first step, with its loader,
+gradient accumulation, `num_items_in_batch`, `training_step` and log. Only the update of the weights
+is left out. If a function is passed instead of a trainer, it is called unchanged. Afterwards
+weights, gradients, buffers, random state and the trainer's attributes are restored.
 
 The reference computes the batches of the step again, without dropout. Its loss is the mean over the
 supervised tokens of all ranks, computed in float32 from the logits. So no part of the reference
@@ -86,7 +86,7 @@ def assert_step_loss(trainer: Any, *, model: torch.nn.Module | None = None, limi
     Args:
         trainer: Trainer of transformers, or a function that computes the gradients of one step and
             returns the loss to report, or None.
-        model: Model that the function calls with `labels`; None takes that of the trainer.
+        model: Model that the function calls with `labels`; None takes the trainer's model.
         limit: Largest allowed relative difference. None takes the difference that rounding can
             cause.
 

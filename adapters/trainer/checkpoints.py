@@ -25,7 +25,9 @@ State = TypeVar("State", ResumeState, StreamState)
 """Resume state of a plan, or of a stream."""
 
 _ATTENTION = "packplan_attention"
-"""Key, in a trainer's state, of the attention that trained the checkpoint."""
+"""
+Key of a trainer's state, under which a checkpoint stores the attention that it was trained with.
+"""
 
 _AGAIN = f"{COPY_AGAIN} (last takes the newest complete checkpoint)"
 """Advice about a damaged file."""
@@ -34,7 +36,7 @@ _FRESH = "to start again from its weights, set model.model to this folder"
 """Advice about a checkpoint that this run cannot resume from."""
 
 _OTHER_VARIANT = f"but another custom.trainer_variant made it: restore that variant; {_FRESH}"
-"""Reason why a plan cannot resume from a checkpoint of a stream, or a stream from one of a plan."""
+"""Reason why a run of a plan cannot resume from the checkpoint of a stream, or the reverse."""
 
 _FOREIGN = f"but it has no progress of a plan, since Packplan did not write it; {_FRESH}"
 """Reason why no run can resume from a checkpoint that has no resume state."""
@@ -55,7 +57,7 @@ class Checkpoint(Generic[State]):
     """Identity of the plan or stream that was trained, and the progress in it."""
 
     attention: str
-    """Attention backend that trained the checkpoint."""
+    """Attention backend with which the checkpoint was trained."""
 
 
 def find_checkpoint(
@@ -82,7 +84,8 @@ def find_checkpoint(
 
     Raises:
         ConfigError: There is no such checkpoint, it is damaged, or it has no resume state.
-        StaleError: The checkpoint is from another run; with `last`, every intact checkpoint is.
+        StaleError: The checkpoint is from another run. With `last`, all intact checkpoints are from
+            other runs.
     """
     stale: StaleError | None = None
     passed = dict[str, list[Path]]()  # reason -> folders
@@ -125,7 +128,7 @@ def _candidates(checkpoint: str, output_dir: str) -> Iterator[Path]:
 
 
 def _warn_of_passed(passed: Mapping[str, list[Path]]) -> None:
-    """Log one warning about checkpoints that `last` skips; it names the newest for each reason."""
+    """Log one warning that names, for each reason, the newest checkpoint that `last` skips."""
     changes = (
         f"{folders[0]}{f' and {len(folders) - 1:,} older' * (len(folders) > 1)} "
         f"{verb_for(len(folders), 'is', 'are')} passed over: {reason.removeprefix('but ')}"
@@ -146,7 +149,9 @@ def attention_entry(attn_impl: str) -> dict[str, Any]:
 
 
 def _find_damage(folder: Path, group: RankGroup) -> str | None:
-    """Verify this rank's share of a checkpoint's files; return a clause about damage, or None."""
+    """
+    Verify this rank's share of a checkpoint's files; return a clause about any damage, or None.
+    """
     started = time.perf_counter()
     if fact := find_damage(folder, share=group.rank, num_shares=group.world_size, remedy=_AGAIN):
         return f"but {fact}"
@@ -157,7 +162,7 @@ def _find_damage(folder: Path, group: RankGroup) -> str | None:
 
 def _read_checkpoint(folder: Path, state_class: type) -> Checkpoint[Any] | str:
     """
-    Return a checkpoint, read without its weights, or the reason why it cannot be resumed from.
+    Return a checkpoint without loading its weights, or the reason why no run can resume from it.
     """
     if not (folder / STATE).is_file():
         torn = f"but it has no {STATE}: it is not a checkpoint, or was being written when the run ended"
@@ -174,7 +179,7 @@ def _read_checkpoint(folder: Path, state_class: type) -> Checkpoint[Any] | str:
     except (CorruptArtefactError, ValueError) as error:
         return f"but its {STATE} is damaged: {getattr(error, 'reason', error)}"
     if not has_digests(folder):
-        return "but it holds weights alone (save_only_model): to start again from them, set model.model to this folder"
+        return "but it holds only weights (save_only_model): to start again from them, set model.model to this folder"
     return Checkpoint(str(folder), resume_state, attention["attn_impl"])
 
 

@@ -4,7 +4,7 @@ Comparison of training on a pack with transformers' results for each of its samp
 The pack passes through all stages of training: data set, collator, the trainer's preparation,
 ms-swift's hooks. The reference skips these stages: each sample is encoded alone, the model itself
 computes position ids, and the only mask is the causal one. The reference always uses transformers'
-own attention, so that a fault in this project's attention is found, not repeated.
+own attention, so that a fault in Packplan's attention is found, not repeated.
 """
 
 import contextlib
@@ -35,8 +35,8 @@ _ROWS = ("text", "temporal", "height", "width")
 
 _READERS = 8
 """
-Maximum number of samples of a pack whose dependence on other samples is computed; they are spread
-evenly.
+Maximum number of samples of a pack whose dependence on other samples is computed. These samples are
+spread evenly over the pack.
 """
 
 

@@ -3,8 +3,8 @@ Steps that turn packs into batches of the trainer:
 
 1. `PackBatches` yields the indices of this rank's next packs, in the order of the schedule.
 2. `PackedDataset` encodes the samples of these packs again, and compares each sample with the plan.
-3. `Collator` lets ms-swift join the samples into one row, whose positions start again with each
-  sample, and computes the loss weights of the tokens.
+3. `Collator` lets ms-swift join the samples into one row, whose positions restart at each sample.
+   It also computes the loss weights of the tokens.
 4. `PackLoader` of `adapters/loaders/packs.py` moves the batch to the device, and raises errors that
    loader workers returned.
 """
@@ -60,7 +60,7 @@ class PackedDataset(Dataset[PackOfRows | PackplanError]):
         self.encoder, self.packs_of, self.table, self.packed = encoder, packs_of, table, packed
 
     def set_epoch(self, epoch: int) -> None:
-        """Select the packs of *epoch*, which items have from now on."""
+        """Select the packs of *epoch*, which `__getitem__` then returns."""
         self.packs = self.packs_of(epoch)
 
     def __getstate__(self) -> dict[str, Any]:
@@ -157,8 +157,8 @@ def loss_weights(
     The reduction `token` gives equal weight to every supervised token, and `sample` to every sample
     with such a token. The reduction `sqrt` (square averaging in InternVL 2.5, 2024) lies between
     the two. With `sqrt`, the weight of a token is n ** -0.5 in a sample of n supervised tokens.
-    With *scale*, n is the sum of *scale* over the sample's supervised tokens, and the weight of
-    each token is multiplied by its value in *scale*.
+    With *scale*, n is the sum of *scale* over the sample's supervised tokens. The weight of each
+    token is also multiplied by the token's value in *scale*.
 
     Args:
         labels: Labels of shape (rows, length).
@@ -189,7 +189,7 @@ def prepare_worker(number: int, *, num_workers: int, rank: int) -> None:
     Args:
         number: Index of the worker, from 0.
         num_workers: Number of workers of each rank.
-        rank: Rank that the worker loads for.
+        rank: Rank for which the worker loads packs.
     """
     end_with_parent()
     ignore_foreign_sigterm()

@@ -88,7 +88,7 @@ def open_model(
 
 
 def _refuse_quantisation(model: ModelConfig, *, on_cpu: bool) -> None:
-    """Raise ConfigError if a run quantises its model, but this machine cannot."""
+    """Raise ConfigError if a run quantises its model, but this machine cannot do so."""
     if model.quant_method is None:
         return
     if on_cpu:
@@ -103,8 +103,8 @@ def _refusing_missing_weights(folder: str) -> Iterator[None]:
     """
     Refuse a model loaded in this context if its files lack some of its weights.
 
-    transformers initialises missing weights at random, and only logs their names. Every weight that
-    it logs is needed, since its log leaves out tied weights and optional weights.
+    transformers initialises missing weights at random, and only logs their names. Every weight in
+    this log is needed, since the log leaves out tied weights and optional weights.
     """
     report, missing = modeling_utils.log_state_dict_report, set[str]()
 
@@ -117,8 +117,8 @@ def _refusing_missing_weights(folder: str) -> Iterator[None]:
     if missing:
         first = ", ".join(sorted(missing)[:3]) + (", …" if len(missing) > 3 else "")
         reason = (
-            f"is {folder}, which lacks {counted(len(missing), 'weight')} of the model ({first}), which "
-            "would be trained from random numbers: copy all files of the model again"
+            f"is {folder}, which lacks {counted(len(missing), 'weight')} of the model ({first}), so transformers "
+            "would draw random numbers for them: copy all files of the model again"
         )
         raise ConfigError.for_key("model.model", reason)
 
@@ -175,14 +175,16 @@ _MATCHES: Mapping[str, Callable[[str, str], Any]] = {
     "target_modules": _ends_with_module,
     "target_regex": re.search,
 }
-"""Key -> function that says whether a value of the key matches the name of a weight or module."""
+"""
+Key -> function that returns whether a value of the key matches the name of a weight or module.
+"""
 
 
 def _refuse_unmatched(model: Any, given: Mapping[str, Any]) -> None:
     """
     Refuse freezes, trainable parameters and modules to save that match no part of the model, which
-    ms-swift would only log. Refuse all keys but freezes if they match only audio weights, since no
-    record has audio.
+    ms-swift would only log. Refuse all keys except freezes if they match only audio weights, since
+    no record has audio.
     """
     modules, weights = ([name for name, _ in named] for named in (model.named_modules(), model.named_parameters()))
     for key, matches in _MATCHES.items():

@@ -13,10 +13,10 @@ The trainer has these fixes, without which training would go wrong, in most case
 - an error before saving, if a loss, gradient or weight is not finite
 
 With a plan, the packs of a step pass through these methods, from top to bottom. The table names the
-class that defines each method: `PlanTrainer`, a base class of it, or a class that loads data. Few
-methods are defined by several of these classes, so `super()` usually calls a method of ms-swift or
-transformers. `LogsPacks` adds statistics to the log, and `KeepsCheckpoints` checks weights and adds
-digests.
+class that defines each method: `PlanTrainer`, one of its base classes, or a class that loads data.
+Few methods are defined by several of these classes, so `super()` usually calls a method of ms-swift
+or transformers. `LogsPacks` adds statistics to the log, and `KeepsCheckpoints` checks weights and
+adds digests.
 
 | method | class | does |
 |---|---|---|
@@ -107,7 +107,7 @@ class CheckedTrainer(KeepsCheckpoints, StopsAtNonFinite, ComputesPacks, TimesSte
     ms-swift's trainer on packs, with the fixes that the module's docstring lists.
 
     Attributes:
-        attention: Attention of the training, whose name is stored in checkpoints.
+        attention: Attention used in training; checkpoints store its name.
         learner: Data-parallel rank, and number of data-parallel ranks. Ranks that share rows count
             as one.
         has_supervised: Whether any step so far had a token whose weight in the loss is above 0.
@@ -129,10 +129,11 @@ class CheckedTrainer(KeepsCheckpoints, StopsAtNonFinite, ComputesPacks, TimesSte
 
         Args:
             group: Ranks of the run.
-            attention: See the class.
+            attention: Attention used in training.
             packed: Whether the samples of a training pack share a row.
             eval_dataset: Packs of the evaluation's raw plan, or None.
-            learner: See the class; None makes each rank a data-parallel rank.
+            learner: Data-parallel rank, and number of data-parallel ranks; None makes each rank a
+                data-parallel rank.
             reduction: Weighting of samples of unequal length in the loss.
             **options: Options of ms-swift's trainer: model, args, template and train_dataset.
 
@@ -162,7 +163,7 @@ class CheckedTrainer(KeepsCheckpoints, StopsAtNonFinite, ComputesPacks, TimesSte
 
     @property
     def is_sharded(self) -> bool:
-        """Whether checkpoints may be sharded, since FSDP or DeepSpeed is in use."""
+        """Whether checkpoints may be sharded, because FSDP or DeepSpeed is in use."""
         return bool(self.is_fsdp_enabled or self.is_deepspeed_enabled)
 
     @property
@@ -258,8 +259,8 @@ class CheckedTrainer(KeepsCheckpoints, StopsAtNonFinite, ComputesPacks, TimesSte
         """
         Inside this context, let ms-swift's hook pass images to the model.
 
-        If the hook is registered already, as it is during `train`, or if the model takes text
-        alone, the context does nothing.
+        If the hook is registered already, as it is during `train`, or if the model takes only text,
+        the context does nothing.
         """
         if self.template._handles or not self.model_meta.is_multimodal:  # noqa: SLF001  # has no public name
             yield

@@ -50,8 +50,8 @@ def token_types(config: Any, input_ids: torch.Tensor) -> torch.Tensor:
 
 def find_rope_index(model: nn.Module) -> Callable[..., Any] | None:
     """
-    Return a model's method `get_rope_index`, which computes multimodal position ids; None if it has
-    none.
+    Return a model's method `get_rope_index`, which computes multimodal position ids; None if the
+    model has no such method.
     """
     parts: Iterator[Any] = model.modules()
     return next((part.get_rope_index for part in parts if hasattr(part, "get_rope_index")), None)
@@ -91,7 +91,7 @@ def add_media_positions(
 
     Args:
         batch: Batch as ms-swift collates it; changed in place.
-        template: Template with its model.
+        template: Template of ms-swift, with its model.
         samples: Encoded samples, in the order of the batch.
         packed: Whether the samples share one row, instead of having a padded row each.
     """

@@ -202,7 +202,7 @@ def foreign(content: bytes) -> bytes:
         ("model.safetensors", cut, "its model.safetensors is damaged"),
         ("model.safetensors", inverted, "its model.safetensors is damaged, .*: copy it again, or name another checkp"),
         ("packplan_digests_0.json", inverted, "its .* damaged"),
-        ("packplan_digests_0.json", None, "it holds weights alone"),
+        ("packplan_digests_0.json", None, "it holds only weights"),
     ],
 )
 def test_a_torn_or_foreign_checkpoint_is_no_checkpoint(tmp_path: Path, name, damage, reason):

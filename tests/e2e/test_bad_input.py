@@ -144,8 +144,8 @@ MISSING = "model.layers.1.mlp.up_proj.weight"
     [
         ("qwen2", save_old_weights, "{}, which ms-swift cannot load: unexpected EOF"),
         ("qwen2", lambda model: rename_tensors(model, lambda name: name if name != MISSING else None),
-         f"{{}}, which lacks 1 weight of the model ({MISSING}), which would be trained from random"),
-        ("qwen2", lambda model: rename_tensors(model, "other.{}".format), ", …), which would be trained from random"),
+         f"{{}}, which lacks 1 weight of the model ({MISSING}), so transformers would draw"),
+        ("qwen2", lambda model: rename_tensors(model, "other.{}".format), ", …), so transformers would draw"),
         ("qwen2", lambda model: os.truncate(model / "tokenizer.json", 300),
          "{}, which ms-swift cannot open: it needs {}/tokenizer.json"),
         ("qwen2", lambda model: (model / "tokenizer_config.json").write_text("[]"),

@@ -1,7 +1,7 @@
 """
 Data set and collator of a stream.
 
-In every epoch, each sample goes to one reader: one loader worker of one rank.
+In every epoch, each sample goes to one reader: a loader worker, or a rank without loader workers.
 """
 
 import logging
@@ -69,7 +69,7 @@ class StreamDataset(IterableDataset[StreamedPack | ReaderEnd | PackplanError]):
 
     Attributes:
         segments: Earlier parts of the epoch, which other numbers of readers have read.
-        start: Progress of this rank from which an iteration starts.
+        start: Progress of this rank from which the next iteration starts.
     """
 
     def __init__(

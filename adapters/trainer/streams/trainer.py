@@ -1,5 +1,5 @@
 """
-Trainer of a stream, whose packs are made during training, so that their number is not known before.
+Trainer of a stream. Packs are made during training, so their number is not known in advance.
 
 Ranks run out of packs at different times. Before each step, one small collective decides whether
 the step takes place. Without `training.packing_drop_last`, steps continue until no rank has a pack
@@ -40,8 +40,8 @@ log = logging.getLogger(__name__)
 
 _FEW_UNDERFILLED = 0.05
 """
-Share of all packs so far. If more packs than that were evicted below the minimum fill ratio, a
-warning is logged.
+Largest share of all packs so far that may be evicted below the minimum fill ratio without a
+warning.
 """
 
 
@@ -61,8 +61,8 @@ class StreamTotals:
             f"{counted(counts.samples, 'sample')} read: {self.trained:,} trained, {counts.dropped:,} dropped in "
             f"{counted(counts.dropped_packs, 'pack')} ({share:.2%} of the tokens), {counts.skipped:,} "
             "skipped as too long, "
-            f"{waiting:,} in packs that were not trained or not full; {counted(counts.long, 'long sample')} "
-            f"{verb_for(counts.long, 'was a pack of its own', 'were packs of their own')}; "
+            f"{waiting:,} in untrained or incomplete packs. {counted(counts.long, 'long sample')} "
+            f"{verb_for(counts.long, 'was a pack of its own', 'were packs of their own')}. "
             f"{counts.underfilled_packs:,} of {counted(counts.packs, 'pack')} "
             f"{verb_for(counts.underfilled_packs, 'was', 'were')} underfilled"
         )
@@ -204,7 +204,7 @@ class StreamTrainer(CheckedTrainer):
         self._left_over, self._served = [], ()
 
     def _log_epoch(self, total: StreamCounts, share: float) -> None:
-        """Log an epoch's counts; *share* is its trained part if training ends inside it, else 0."""
+        """Log an epoch's counts; *share* is the trained part of an unfinished epoch, else 0."""
         logs = {
             "epoch_samples": total.samples,
             "epoch_packs": total.packs,
@@ -231,14 +231,16 @@ class StreamTrainer(CheckedTrainer):
         return StreamTotals(StreamCounts(*summed), trained)
 
     def _readers(self) -> tuple[ReaderState, ...]:
-        """Return how far this rank's readers are in the current epoch, as of the latest pack."""
+        """
+        Return the progress of this rank's readers in the current epoch, up to the latest pack.
+        """
         readers = [*self.train_dataset.start.readers] or [ReaderState()] * max(1, self.args.dataloader_num_workers)
         for one in self._served:
             readers[one.reader] = one.state
         return tuple(readers)
 
     def _epoch_counts(self) -> StreamCounts:
-        """Return the counts of this rank's samples in the current epoch, as of the latest pack."""
+        """Return the counts of this rank's samples in the current epoch, up to the latest pack."""
         counts = sum((reader.counts for reader in self._readers()), StreamCounts())
         for lengths in self._left_over:
             counts = counts.with_pack_dropped(lengths, self.options)
@@ -294,7 +296,8 @@ class StreamTrainer(CheckedTrainer):
     @contextlib.contextmanager
     def _estimated_total(self) -> Iterator[None]:
         """
-        Inside this context, set `max_steps` to an estimate if a number of epochs ends training.
+        Inside this context, set `max_steps` to an estimate if training ends after a number of
+        epochs.
         """
         if self.args.max_steps < sys.maxsize:
             yield
@@ -307,7 +310,7 @@ class StreamTrainer(CheckedTrainer):
             yield
 
     def _show_no_total(self) -> None:
-        """Make progress bars show no total of steps if a number of epochs ends training."""
+        """Make progress bars show no total if training ends after a number of epochs."""
         for callback in self.callback_handler.callbacks if self.args.max_steps == sys.maxsize else ():
             if (bar := getattr(callback, "training_bar", None)) is not None:
                 bar.total = None
