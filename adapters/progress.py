@@ -1,7 +1,8 @@
 """
 Shows progress and the remaining time: a bar on a terminal, otherwise a log line every 30 s.
 
-`hide` turns bars and lines off. `TrainingBar` is the bar for optimizer steps.
+`hide` turns bars and lines off. `TrainingBar` is the bar for optimizer steps. In other programs,
+such as a script with TRL, warnings begin with the name of Packplan.
 """
 
 import gc
@@ -16,6 +17,8 @@ from contextlib import contextmanager
 from typing import Any, TextIO
 
 from tqdm import tqdm
+
+from packplan.core.errors import fit_lines
 
 log = logging.getLogger(__name__)
 
@@ -140,6 +143,22 @@ class TrainingBar:
     def close(self) -> None:
         """Remove the bar from the terminal."""
         self._progress.stop()
+
+
+class _HostLines(logging.Handler):
+    """
+    Handler for programs without logging: Python's own last handler, with a name before each line.
+    """
+
+    def emit(self, record: logging.LogRecord) -> None:
+        if logging.lastResort is not None and not logging.root.handlers:
+            rank = os.environ.get("RANK", "0")
+            name = f"packplan{f' rank {rank:.9}' if rank != '0' else ''}: {record.levelname.lower()}"
+            text = fit_lines(f"{name}: {record.getMessage()}")
+            logging.lastResort.handle(logging.makeLogRecord({**vars(record), "msg": text, "args": ()}))
+
+
+logging.getLogger("packplan").addHandler(_HostLines())  # commands replace it
 
 
 class _LogLines(io.StringIO):

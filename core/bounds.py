@@ -71,9 +71,9 @@ def find_bound(
         known: Number of packs of a known packing. The search ends when the bound equals *known*.
             With a finite *effort*, the search also ends when a quick bound is within one pack in
             1,000 of *known*.
-        effort: Maximum number of steps after the quick bounds (`core.patterns`); a step takes about
-            a third of a microsecond. 0 skips the linear program. Each linear program stops after
-            half a minute per 0.1 % of the packs that it may save.
+        effort: Maximum number of steps after the quick bounds (`core.patterns`). 0 skips the linear
+            program, whose steps took 0.03 to 0.1 microseconds each. A linear program also stops
+            after 250 million steps per 0.1 % of the packs that it may save.
         report: Called with a progress message.
 
     Raises:

@@ -47,7 +47,7 @@ def read_document(path: Path) -> dict[str, Any]:
     while below is not None:
         path = below
         try:
-            document = _parse_yaml(read_text(path))
+            document = _read_yaml(path, "the run's YAML" if extending is None else "a YAML")
         except ValueError as error:
             if extending is not None:
                 raise _refusal(extending, f"names {path}, which {error}", key="extends") from None
@@ -65,6 +65,14 @@ def read_document(path: Path) -> dict[str, Any]:
         except ValueError as error:
             raise _refusal(path, str(error), key="extends") from None
     return reduce(merge_sections, reversed(documents.values()))
+
+
+def _read_yaml(path: Path, wanted: str) -> Any:
+    """Return the value of a YAML file; ValueError names *wanted* if *path* is a folder."""
+    if path.is_dir():
+        found = [*path.glob("*.yaml"), *path.glob("*.yml")]
+        raise ValueError(f"is a folder: name {wanted}{f', such as {found[0]}' if len(found) == 1 else ''}")
+    return _parse_yaml(read_text(path))
 
 
 def _refusal(source: Path, reason: str, *, key: str = "") -> ConfigError:

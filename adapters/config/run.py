@@ -2,7 +2,8 @@
 Reads the YAML of a run, and reports all its faults at once, each with its key and a remedy.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from itertools import accumulate
 from pathlib import Path
@@ -35,6 +36,8 @@ _REQUIRED = {"template": {}, "custom": {}, "model": {"model": "unset"}, "trainin
 
 _FAULTS: Mapping[type, Callable[[Any], Iterator[Fault]]] = {RunConfig: run_faults, RlConfig: rl_faults}
 """For each configuration class, a function that yields faults that types cannot express."""
+
+_ADVICE = re.compile(r": (?:write|did you mean) (.*)")
 
 _FOREIGN = read_foreign_keys()
 
@@ -120,8 +123,16 @@ def _build_config(document: Mapping[str, Any], kind: type[T], source: str, advis
         replaced = [fault.path for fault in found]
         found = (*found, *(one for one in _FAULTS[kind](config) if not _mentions_any(one, replaced)))
     if config is None or found:
-        raise ConfigError(source, found)
+        raise ConfigError(source, tuple(_without_advised(found)))
     return attrs.evolve(config, source=source)
+
+
+def _without_advised(faults: Iterable[Fault]) -> Iterator[Fault]:
+    """Yield faults, without unset keys that the fault of another key says to write."""
+    faults = tuple(faults)
+    words = {(one.path, word.strip(",?")) for one in faults for word in " ".join(_ADVICE.findall(one.reason)).split()}
+    advised = {key for path, word in words for key in (word, f"{path.rpartition('.')[0]}.{word}")}
+    return (fault for fault in faults if fault.path not in advised or not fault.reason.startswith("is not set"))
 
 
 def _mentions_any(fault: Fault, paths: Sequence[str]) -> bool:
@@ -148,7 +159,7 @@ def load_mixes(path: str | Path) -> Mixes:
     advise = partial(explain_unknown_key, known=[*known_keys(kind)], refused={}, foreign={})
     found, faults = structure_document(document, kind, advise)
     if found is None or faults:
-        raise ConfigError(str(path), tuple(faults))
+        raise ConfigError(str(path), tuple(_without_advised(faults)))
     first_names: dict[Path, str] = {}
 
     def use_first_name(source: Source) -> Source:

@@ -162,7 +162,7 @@ def run_command(
         if error.errno not in _FULL_DISK:
             raise
         return _report_full_disk(error)
-    return TERMINATED if terminated else 0
+    return TERMINATED if terminated is True else 0
 
 
 def _raise_file_limit() -> None:

@@ -72,11 +72,8 @@ def warn_of_overwriting(training: TrainingConfig, group: RankGroup) -> None:
     if training.resume_from_checkpoint is not None or group.rank != 0:
         return
     if (newest := newest_checkpoint(training.output_dir)) is not None:
-        log.warning(
-            "%s exists, but this run starts from the beginning, and overwrites checkpoints of the same steps; "
-            "to continue from the newest complete checkpoint, set training.resume_from_checkpoint: last",
-            newest,
-        )
+        fact = f"{newest} exists, but this run starts from the beginning, and overwrites checkpoints of the same steps"
+        log.warning("%s; to continue from the newest complete one, set training.resume_from_checkpoint: last", fact)
 
 
 def open_checkpoint(config: RunConfig, group: RankGroup, kind: type[State]) -> Checkpoint[State] | None:

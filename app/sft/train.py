@@ -172,22 +172,14 @@ def log_nothing_left(step: int, end: str) -> None:
     Log that nothing is left to train after the checkpoint at *step*; *end* describes the end of the
     run.
     """
-    log.warning(
-        "the checkpoint is at optimizer step %d, and the run ends %s: nothing is left to train; raise "
-        "training.num_train_epochs or training.max_steps",
-        step,
-        end,
-    )
+    fact = f"the checkpoint is at optimizer step {step:,}, and the run ends {end}: nothing is left to train"
+    log.warning("%s; raise training.num_train_epochs or training.max_steps", fact)
 
 
 def log_termination(trainer: CheckedTrainer, end: str) -> None:
     """Log that SIGTERM ended a run early; *end* is its last planned step, or its length as text."""
-    log.warning(
-        "SIGTERM: saved a checkpoint at step %d of %s; training.resume_from_checkpoint: %s continues from there",
-        trainer.state.global_step,
-        end,
-        trainer.last_save,
-    )
+    text = "SIGTERM: saved a checkpoint at step %d of %s; training.resume_from_checkpoint: %s continues from there"
+    log.warning(text, trainer.state.global_step, end, trainer.last_save)
 
 
 def log_outcome(config: RunConfig, trainer: CheckedTrainer) -> None:

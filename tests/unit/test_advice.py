@@ -10,7 +10,7 @@ import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from packplan.adapters.config.run import known_keys, load_mixes
+from packplan.adapters.config.run import known_keys, load_mixes, parse_config
 from packplan.adapters.config.trainer_keys import FOREIGN_KEYS_FILE, SFT_KEYS_FILE, read_foreign_keys
 from packplan.core.config.faults import explain_unknown_key, similar_keys
 from packplan.core.config.refusals import Host, active_refusals, refused_settings
@@ -114,6 +114,17 @@ def test_the_optimizer_of_axolotl_is_not_that_of_ms_swift():
     assert found["training.optimizer"].endswith(", or write training.optim if you mean the key of axolotl")
 
 
+def test_a_key_that_an_advice_names_is_not_said_to_be_missing():
+    """By another program's name, in another place, or with a typo; other keys are."""
+    wrong = {"base_model": "m", "datasets": "d", "template": {"max_lenght": 9}}
+
+    with pytest.raises(ConfigError) as raised:
+        parse_config(wrong, "axolotl.yaml", KEYS)
+
+    found = {fault.path for fault in raised.value.faults}
+    assert {"training.output_dir", "template.max_lenght", "base_model", "datasets"} == found
+
+
 def test_a_mix_has_the_same_advice(tmp_path):
     known = ["policy.sequence_packing.enabled"]
     dotted = explain_unknown_key("sequence_packing.enabled", "policy", known, refused={}, foreign={})
@@ -125,7 +136,6 @@ def test_a_mix_has_the_same_advice(tmp_path):
         load_mixes(mix)
 
     assert {
-        "sources[1].jsonl": "is not set, and has no default: set it",
         "sources[1].jsnl": "is unknown: did you mean jsonl?",
         "sources[1].samples_per_epoch": "is not a key of sources[]: write samples_per_epoch",
         "count": "is not a key of the top level: write sources[].count",

@@ -5,6 +5,7 @@ import logging
 import os
 import re
 import signal
+import subprocess
 import sys
 from contextlib import nullcontext
 from itertools import product
@@ -97,6 +98,23 @@ def test_warnings_are_marked_as_warnings(capfd, monkeypatch, quiet):
         assert 0 == run_command(command, verbose=False, quiet=quiet)
         note = ["packplan: a note is planned"] * (rank == "0" and not quiet)
         assert [*note, f"{name}: warning: a pack is dropped"] == capfd.readouterr().err.splitlines()
+
+
+@pytest.mark.parametrize(
+    ("prepare", "says"),
+    [
+        ("pass", "packplan rank 3: warning: a pack is dropped"),
+        ("logging.basicConfig()", "WARNING:packplan.hf:a pack is dropped"),
+    ],
+)
+def test_warnings_in_another_program_are_named_once(prepare, says):
+    """By that program's own log if it has one; notes are not shown."""
+    logged = "log = logging.getLogger('packplan.hf'); log.info('a note'); log.warning('%s is dropped', 'a pack')"
+    script = f"import logging, packplan.adapters.progress; {prepare}; {logged}"
+    ended = subprocess.run(
+        [sys.executable, "-c", script], env={**os.environ, "RANK": "3"}, capture_output=True, check=True
+    )
+    assert f"{says}\n" == ended.stderr.decode()
 
 
 @pytest.mark.parametrize("error", [None, KeyboardInterrupt, ValueError])

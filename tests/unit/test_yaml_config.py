@@ -270,6 +270,7 @@ def test_one_yaml_builds_on_another(tmp_path: Path):
     [
         ("extends: run.yaml\n", "extends this one: remove extends"),
         ("extends: gone.yaml\n", r"run\.yaml has 1 fault:\n  extends names .*gone\.yaml, which cannot be read"),
+        ("extends: .\n", r"extends names .*, which is a folder: name a YAML, such as .*run\.yaml"),
         ("extends: 3\n", "path of a YAML"),
         ("model: [\n", "not valid YAML"),
         ("seed: 1\nseed: 2\n", r"the key 'seed' is written twice \(first in line 1\)\n.*line 2"),
@@ -319,6 +320,8 @@ def test_a_chain_of_files_may_be_long(tmp_path: Path):
     assert 1199 == read_config(tmp_path / "1199.yaml").training.seed
     with pytest.raises(ConfigError, match="symbolic links"):
         read_config(tmp_path / "loop.yaml")
+    with pytest.raises(ConfigError, match=r"is a folder: name the run's YAML$"):
+        read_config(tmp_path)
 
 
 _WORDS = ["model", "training", "seed", "extends", "<<", "{{x}}", "1", "~", "9:9:9", "\x00", "*a", "&a", "!!set"]
