@@ -96,8 +96,8 @@ class PackedLayout:
     computes.
 
     Raises:
-        ArgumentError: The two arrays do not describe one row, a sequence has no token, or a padded
-            sequence cannot be cut into equal chunks for the ranks.
+        ArgumentError: The arrays do not describe one row, a sequence is empty, or a padded sequence
+            cannot be cut into equal chunks for the ranks.
     """
 
     cu_seqlens: IntArray = attrs.field(converter=_frozen_copy)

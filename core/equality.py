@@ -50,10 +50,11 @@ CHECKS = MappingProxyType(
         "labels": "number of targets of the loss that differ from those of the samples alone",
         "logits": "largest difference of a logit, divided by the largest logit",
         "sample loss": "difference of a sample's mean loss, divided "
-        "by that loss, or by a tenth of the logits if that is more",
+        "by that loss, or by a tenth of the loss's terms if that is more",
         "step loss": "difference of the pack's loss as training computes it, divided as for 'sample loss'",
         "gradients": "norm of the gradients' difference, divided by the sum of the single samples' gradient norms",
-        "isolation": "largest gradient of a sample's logits with respect to another sample, divided by that to itself",
+        "isolation": "largest gradient of a sample's logits with respect to another sample, divided by that with "
+        "respect to the sample itself",
     }
 )
 """Name of a check -> meaning of its number."""

@@ -309,8 +309,8 @@ def select_lowest_keys(keys: NDArray[np.uint64], weights: IntArray, quota: Fract
 
     The positions ascend. At least one position is selected, unless the quota is 0.
 
-    Among equal keys, lower positions come first. The time is linear for random keys: only keys with
-    the same highest 16 bits as the key at which the sum reaches the quota are sorted.
+    Among equal keys, lower positions come first. The time is linear for random keys. Only keys that
+    share their highest 16 bits with the key at which the sum reaches the quota are sorted.
 
     Args:
         keys: Random key of each sample; shape (num_samples,).

@@ -94,8 +94,9 @@ class RawPlan(HasPacks):
     auto_packs: int = attrs.field(default=0, eq=False)
     """
     Approximate number of packs that the algorithm `auto` would need for the same samples. The
-    search for the lower bound finds this number. It is 0 if `auto` saves at most 0.2 %, if the
-    policy is `replanned`, or if the packs depend on more than the number of samples of each length.
+    search for the lower bound finds this number. It is 0 if `auto` saves at most 0.2 % or the
+    policy is `replanned`. It is also 0 if the packs depend on more than the number of samples of
+    each length.
     """
 
     @property
@@ -370,7 +371,7 @@ def refuse_dropped(plan: RawPlan, lengths: Lengths, policy: PlanPolicy) -> None:
     fact = (
         f"{plan.dropped_samples:,} of {counted(plan.num_samples, 'sample')} (of "
         f"{token_range(int(dropped.min()), int(dropped.max()))}) would never be trained: their "
-        f"{len(plan.dropped_packs):,} packs are filled below min_fill_ratio {policy.min_fill_ratio} and hold "
+        f"{len(plan.dropped_packs):,} packs are filled below min_fill_ratio {policy.min_fill_ratio}. These packs hold "
         f"{plan.dropped_tokens / plan.num_tokens:.2%} of all tokens, above max_dropped_share "
         f"{policy.max_dropped_share}"
     )

@@ -198,9 +198,9 @@ def plan(
             from the lengths.
 
     Raises:
-        ArgumentError: An option or a length is invalid, no pack is left, *refuse_longer* is true
-            and a sample is longer than a pack, or several dropped packs contain more than
-            *max_dropped_share* of the tokens.
+        ArgumentError: An option or a length is invalid, or no pack is left.
+        ArgumentError: *refuse_longer* is true, and a sample is longer than a pack.
+        ArgumentError: Several dropped packs contain more than *max_dropped_share* of the tokens.
 
     >>> plan([60, 20, 50, 30, 90], 80, allow_single_long=False).packs.tolist()
     [[0, 1], [2, 3]]
@@ -265,7 +265,7 @@ def sample_figures(plan: PlanSummary, *, packed: bool = True) -> Iterator[Figure
         remark = counted(plan.long_tokens, "token")
         yield _left_out("long_samples", "  long, packs of their own", plan.long_samples, remark)
     if plan.supervised_tokens is not None and plan.unsupervised_samples is not None:
-        remark = f"{plan.supervised_tokens / plan.planned_tokens:.1%} of the planned ones: the loss counts them"
+        remark = f"{plan.supervised_tokens / plan.planned_tokens:.1%} of the planned tokens; the loss counts them"
         yield Figure("supervised_tokens", "supervised tokens", f"{plan.supervised_tokens:,}", remark)
         name, remark = "  without supervised tokens", "nothing is learned from them"
         yield _left_out("unsupervised_samples", name, plan.unsupervised_samples, remark)
@@ -276,13 +276,13 @@ def pack_figures(plan: PlanSummary) -> Iterator[Figure]:
     remark = f"of {counted(plan.packing_length, 'token')}; no plan has fewer than {plan.lower_bound:,}"
     yield Figure("num_packs", "packs", f"{plan.num_packs:,}", remark, decides=True)
     if plan.auto_packs:
-        remark = "about, by packing_algorithm: auto"
+        remark = "approximately, with packing_algorithm: auto"
         yield Figure("auto_packs", "  by auto", f"{plan.auto_packs:,}", remark, decides=True)
     yield Figure("samples_per_pack", "  samples of each", f"{plan.samples_per_pack:.2f}", "on average")
     exceed = verb_for(plan.oversized_packs, "exceeds", "exceed")
     remark = f"tokens; {plan.oversized_packs:,} {exceed} 110 % of the packing length"
     yield Figure("longest_pack", "  longest", f"{plan.longest_pack:,}", remark)
-    remark = f"dropped ones counted; {BOUNDS[plan.bound_kind]}"
+    remark = f"dropped packs included; {BOUNDS[plan.bound_kind]}"
     yield Figure("gap", "  above the lower bound", f"{plan.gap:.3%}", remark)
     remark = f"95 % of packs reach {plan.fill_p5:.4f}"
     yield Figure("fill_mean", "  fill", f"{plan.fill_mean:.4f}", remark, decides=True)

@@ -37,8 +37,8 @@ class Algorithm:
 
     version: str
     """
-    Version of the packs, part of a plan's fingerprint, to be raised if the packs change for any
-    input.
+    Version of the packs, which is part of a plan's fingerprint. Raise it if the packs change for
+    any input.
     """
 
     counts_lengths: bool = False
@@ -49,8 +49,8 @@ class Algorithm:
 
     takes: tuple[str, ...] = ()
     """
-    Further arguments of the function: `seed` if packs are random, `works` if packs depend on the
-    work of samples, `report` if packing is slow enough to report progress.
+    Further arguments of the function. `seed`: packs are random. `works`: packs depend on the work
+    of samples. `report`: packing is slow enough to report progress.
     """
 
     keeps_order: bool = False
@@ -176,7 +176,7 @@ def split_to_bin_count(packs: Packs, lengths: IntArray, *, minimum: int, multipl
     Split packs until their number is at least *minimum* and a multiple of *multiple*.
 
     In each step, the fullest pack that has several samples is split into two packs of about equal
-    load: each of its samples, longest first, goes to the emptier of the two packs.
+    load. Each of its samples, longest first, goes to the emptier of the two packs.
 
     Args:
         packs: Packs, ordered by first sample.

@@ -1,5 +1,5 @@
 """
-Packer `balanced`: packs of about equal work, at most 0.5 % more than `auto` makes.
+Packer `balanced`: makes packs of about equal work, and at most 0.5 % more packs than `auto`.
 
 Many packs are divided into groups of at least 1,024 packs and 32,768 samples, and each group is
 levelled separately. Time and memory therefore grow about linearly with the number of samples.
@@ -11,14 +11,15 @@ similar samples.
 2. Fit: samples are exchanged between packs until no pack exceeds the capacity.
 3. Level: samples are exchanged until packs have nearly equal work (`core.packers.exchange`).
 
-In step 1, a sample with much work reserves tokens that stay empty in its pack, because a full pack
-with this sample would exceed the mean work. Together, these samples reserve at most 80 % of the
-tokens that the packs leave unused anyway.
+In step 1, a sample with much work reserves tokens that stay empty in its pack. Without this
+reserve, the work of its pack would exceed the mean. Together, these samples reserve at most 80 % of
+the tokens that the packs leave unused anyway.
 
 The three steps make at most 0.5 % more packs than the lower bound. If best fit needs more packs,
 the packs of `auto` are levelled by step 3 alone. If step 2 fails, the packs of best fit are
-levelled by step 3 alone. In both cases, packs that `auto` makes with a slightly smaller capacity
-are levelled instead, if they are at most 0.5 % more than those of `auto` or than the bound.
+levelled by step 3 alone. In both cases, the packs that `auto` makes with a slightly smaller
+capacity are levelled instead if there are few enough. The limit is 0.5 % more packs than `auto`
+makes, or than the bound.
 """
 
 from bisect import bisect_left
@@ -82,8 +83,8 @@ def balanced(
             work from the length and the squared length, in the proportion of a typical model.
         report: Called with a progress message.
         keys: Random numbers that vary the order in which samples are first placed, and so the
-            packs; shape (num_samples,). None places the longest samples first. Unused where packs
-            of another algorithm are levelled.
+            packs; shape (num_samples,). None places the longest samples first. The keys have no
+            effect if packs of another algorithm are levelled.
     """
     units = to_units(WorkModel.estimated({}).trained().sample_flops(lengths) if works is None else works)
     packs, fewest = _pack_with(lengths, capacity), find_bound(lengths, capacity=capacity, effort=0).packs
@@ -204,8 +205,8 @@ def _add_reserve(lengths: IntArray, units: IntArray, *, num: int, capacity: int,
     not exceed the mean.
 
     At most *percent* % of the unused tokens of all packs are reserved. If this limit is exceeded,
-    every sample's reserve is reduced by the same number of tokens, so that only the samples with
-    the largest reserves keep one.
+    every sample's reserve is reduced by the same number of tokens. Only the samples with the
+    largest reserves then keep one.
     """
     light = float(np.sort(units / lengths)[lengths.size // _LIGHT])
     if not light:

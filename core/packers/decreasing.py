@@ -2,7 +2,7 @@
 Packers that place the longest samples first, and all samples of one length together.
 
 Constant volume makes exactly the same packs as `binpacking.to_constant_volume` 2.x (with
-`weight_pos`), but without the quadratic search: a sample that fits into any bin fits into the
+`weight_pos`). It needs no quadratic search, because a sample that fits into any bin fits into the
 emptiest one. The literature calls constant volume "worst-fit decreasing". Worst fit, best fit and
 first fit are described in Johnson, "Near-optimal bin packing algorithms" (1973).
 

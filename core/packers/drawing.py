@@ -12,9 +12,9 @@ again. If the draw still needs too many packs with all samples loose, the algori
 used, in which samples of equal length swap places.
 
 `balanced` needs no groups, because its search starts from a random order. `first_fit_shuffle` needs
-none either: all its samples are loose. For `certified`, the items are packed by best fit. If best
-fit needs too many packs even with all samples loose, samples of equal length swap places in the
-packs of `certified`.
+no groups either, because all its samples are loose. For `certified`, the items are packed by best
+fit. If best fit needs too many packs even with all samples loose, samples of equal length swap
+places in the packs of `certified`.
 """
 
 from collections.abc import Callable, Sequence
@@ -36,7 +36,7 @@ _PACKS_PER_EXTRA = 200
 
 _FIRST_LOOSE = 40
 """
-Divisor of the number of all tokens; the quotient is the number of tokens in loose samples at first,
+Divisor of the number of all tokens. The quotient is the initial number of tokens in loose samples,
 without the samples across a cut.
 """
 

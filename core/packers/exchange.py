@@ -32,8 +32,8 @@ Smallest and largest limit of the number of draws of parts. To level work, the l
 
 _DRAWS = 150
 """
-This number, divided by the mean number of samples in a pack and limited to the range of `_CYCLES`,
-is the maximum number of draws to level work.
+The maximum number of draws to level work is this number, divided by the mean number of samples in a
+pack. The quotient is limited to the range of `_CYCLES`.
 """
 
 _ROUNDS_OF_A_CYCLE = (4, 16)
@@ -48,20 +48,20 @@ Number of parts drawn from each pack, and maximum number of samples in a part. A
 """
 
 _PLACES = 11
-"""Exponent of 2: two compared parts are at most 2 to this power places apart."""
+"""Two compared parts are at most two to the power of this number places apart."""
 
 _TOLERANCE, _GAIN = 1000, 4000
 """
-Divisors of the mean work: a pack is level within one thousandth of it, and an exchange has to gain
-more than one 4,000th of it.
+Divisors of the mean work. A pack is level if its work differs from the mean by at most a thousandth
+of the mean. An exchange has to gain more than one 4,000th of the mean.
 """
 
 _IDLE_ROUNDS, _IDLE_ROUNDS_OF_A_CYCLE, _IDLE_CYCLES, _SLOW = 30, 6, 12, 1000
 """
-Three limits, each of which ends a part of the search, and a divisor. The limits are: consecutive
-rounds of single samples without an exchange, consecutive rounds with the same parts without an
-exchange, and consecutive draws without a gain. The divisor: a draw has a gain if it reduces the
-excess by more than a thousandth.
+Three limits, each of which ends a part of the search, and a divisor. The first two limit
+consecutive rounds without an exchange: of single samples, and of the same parts. The third limits
+consecutive draws without a gain. By the divisor, a draw has a gain if it reduces the excess by more
+than a thousandth.
 """
 
 _FEW, _MANY = 500, 8

@@ -48,9 +48,9 @@ def auto(tally: LengthCounts, *, capacity: int) -> PackingTrace:
     Return the packing with the fewest packs among constant volume, a search with limited steps, and
     the other quick algorithms.
 
-    The search is skipped if constant volume needs at most 0.1 % more packs than the lower bound, or
-    if the capacity or the number of distinct lengths is above `MAX_CAPACITY` or `MAX_SIZES`. The
-    other quick algorithms are skipped if the number of packs equals the bound.
+    The search is skipped if constant volume needs at most 0.1 % more packs than the lower bound. It
+    is also skipped if the capacity is above `MAX_CAPACITY`, or the number of distinct lengths above
+    `MAX_SIZES`. The other quick algorithms are skipped if the number of packs equals the bound.
     """
     terms, width = to_lowest_terms(tally, capacity=capacity)
     best = constant_volume(tally, capacity=capacity)

@@ -1,13 +1,13 @@
 """
-Patterns (how many samples of each length a bin contains), and fillings (how many bins each pattern
-has).
+Patterns and fillings. A pattern says how many samples of each length a bin contains. A filling says
+how many bins each pattern has.
 
 `guided` fills bins in the proportions that a linear program computes, and `search` improves such a
 filling. `relaxation` computes a lower bound on the number of packs by a linear program over all
 lengths. `certificate` combines quick lower bounds, a search and the relaxation.
 
-Searches are limited by a number of steps (each of a fraction of a microsecond) and never by time,
-so their results are the same on every machine.
+Searches are limited by a number of steps, and never by time. Their results are therefore the same
+on every machine. A step takes a fraction of a microsecond.
 """
 
 from collections.abc import Iterator

@@ -23,13 +23,15 @@ Maximum number of parts into which a dual-feasible function divides the capacity
 
 MAX_UNITS = 256
 """
-If there are more rounding units than this, at least this many and fewer than twice as many are
-tried first, evenly spaced. The units next to the best of them are tried afterwards.
+Number of rounding units above which only evenly spaced units are tried first: at least this many,
+and fewer than twice as many. The units next to the best one are tried afterwards.
 """
 
 
 _EFFORTS = 3
-"""Maximum effort of the search before the linear relaxation, in efforts of `auto`."""
+"""
+Maximum effort of the search before the linear relaxation, as a multiple of the effort of `auto`.
+"""
 
 _STEPS_OF_A_GAP = 250_000_000
 """
@@ -44,10 +46,11 @@ def find_quick_bound(tally: LengthCounts, *, capacity: int, known: int | None = 
 
     L2 (Martello and Toth, "Lower bounds and reduction procedures for the bin packing problem",
     1990) uses a threshold K of at most half the capacity. Samples above `capacity - K` need a pack
-    each. Other samples above half the capacity need a pack each too, but leave room in it. If the
-    samples from K to half the capacity exceed this room, they need further packs. The functions
-    u(k) of Fekete and Schepers ("New classes of fast lower bounds for bin packing problems", 2001)
-    round lengths to k-ths of the capacity, so that no pack contains more than k parts.
+    each. Other samples above half the capacity need a pack each too, but leave room in that pack.
+    If the samples from K to half the capacity exceed this room, they need further packs. The
+    functions u(k) of Fekete and Schepers ("New classes of fast lower bounds for bin packing
+    problems", 2001) round lengths to k-ths of the capacity. No pack then contains more than k
+    parts.
 
     Args:
         tally: Lengths from 1 to *capacity*.

@@ -42,14 +42,16 @@ bound.
 """
 
 _LEAST_GAIN = 0.003
-"""Number of bins: a pattern enters a program only if each use of it saves more than this."""
+"""
+A pattern enters a program only if each use of the pattern saves more than this number of bins.
+"""
 
 _SCALE, _SMOOTHING, _TINY = 1 << 40, 0.8, 1e-9
 
 _STEPS_OF_A_PROGRAM, _STEPS_OF_A_BIN, _STEPS_OF_A_COLUMN, _STEPS_OF_A_PIVOT = 20_000, 50, 10, 150
 """
-Minimum number of steps that each of four operations counts as: setting up a program, filling bins
-of one kind, pricing a column of a program, and entering a column.
+Minimum numbers of steps that four operations count as. The operations are setting up a program,
+filling bins of one kind, pricing a column of a program, and entering a column.
 """
 
 

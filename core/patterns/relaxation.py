@@ -63,7 +63,7 @@ def tighten_bound(
         filling: Known packing, whose patterns are among the first patterns of the program.
         bound: Known lower bound.
         enough: Number of packs of a known packing. The search ends, at the latest, when the bound
-            equals it.
+            equals this number.
         effort: Limit of the search. At the limit, the best bound so far is returned.
         report: Called with a progress message.
     """
@@ -99,8 +99,8 @@ def tighten_bound(
 
 def estimate_master_steps(patterns: Collection[Pattern]) -> int:
     """
-    Estimate the number of steps to solve a master program: a fixed number, plus a quarter of the
-    product of two numbers: the distinct lengths in *patterns*, and the entries of all patterns.
+    Estimate the number of steps to solve a master program. The estimate is a fixed number plus a
+    quarter of a product: the distinct lengths in *patterns* times the entries of all patterns.
     """
     num_sizes = len({index for pattern in patterns for index in pattern})
     return 15_000 + num_sizes * sum(map(len, patterns)) // 4
@@ -108,8 +108,8 @@ def estimate_master_steps(patterns: Collection[Pattern]) -> int:
 
 def _estimate_knapsack_steps(num_sizes: int, capacity: int) -> int:
     """
-    Estimate the number of steps to solve a knapsack, whose table has an entry for each number of
-    tokens: a few passes over the table for each size.
+    Estimate the number of steps to solve a knapsack problem. The table of the knapsack has an entry
+    for each number of tokens, and more sizes need more passes over the table.
     """
     return capacity * (12 + num_sizes // 150)
 
@@ -174,8 +174,8 @@ class SolvedKnapsack:
 
     first: IntArray
     """
-    Index of one size in the best pattern of at most n tokens; -1 if n - 1 tokens give the same
-    price; shape (capacity + 1,).
+    Index of one size in the best pattern of at most n tokens; shape (capacity + 1,). The index is
+    -1 if n - 1 tokens give the same price.
     """
 
     @property

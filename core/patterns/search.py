@@ -3,7 +3,7 @@ Search for a packing with few bins: guided filling, then exchanges that gather u
 bins.
 
 Unused room of a bin is useful only if a sample fits into it. Therefore a sample of a nearly full
-bin is swapped for a slightly longer sample of another bin: the first bin becomes fuller, and the
+bin is swapped for a slightly longer sample of another bin. The first bin becomes fuller, and the
 second bin gets its unused room. Each exchange raises the sum of the squares of the bins' room, so
 the exchanges end. All bins of one pattern are exchanged together, so the time grows with the number
 of distinct lengths.
@@ -38,15 +38,15 @@ used in reverse order if the packs do not repeat.
 
 _PACKS_OF_A_SEARCH, _LEAST_REPEATS, _FEW_SAMPLES = 4000, 3, 4
 """
-Three limits: the minimum number of packs in a search whose packs repeat; the minimum number of
-repeats, since two repeats lose more packs than the search saves; and the maximum mean number of
-samples in a pack for which fine groups find fewer packs.
+Three limits. The first is the minimum number of packs in a search whose packs repeat. The second is
+the minimum number of repeats, since two repeats lose more packs than the search saves. The third is
+the maximum mean number of samples in a pack for which fine groups find fewer packs.
 """
 
 CLOSE, _ENOUGH = 1000, 4000
 """
-Divisors of the lower bound: `auto` starts no search if the gap is at most one pack in 1,000, and
-ends a search if the gap is at most one pack in 4,000.
+Divisors of the lower bound. `auto` starts no search if the gap is at most one pack in 1,000. A
+search ends if the gap is at most one pack in 4,000.
 """
 
 MAX_REFILLS = 12
@@ -63,8 +63,8 @@ more than *enough*.
 
 _STEPS_OF_A_PROGRAM, _STEPS_OF_A_PAIR = 250_000, 120
 """
-Maximum steps of a guided filling: a fixed number, plus a number for each pair of groups in its
-program.
+Maximum number of steps of a guided filling: a fixed number, plus a number for each pair of groups
+in its program.
 """
 
 _STEPS_OF_AN_EXCHANGE, _CELLS_OF_A_STEP = 50, 256
@@ -107,8 +107,9 @@ def find_repeated_filling(tally: LengthCounts, *, capacity: int, bound: int, eff
     Search for a packing of few bins whose patterns repeat, so that the search stays small.
 
     Of every n samples of neighbouring lengths, only the longest is packed, and its pack is repeated
-    n times; n grows with *bound*, and is 1 for few bins. A search therefore takes as long for ten
-    million samples as for thousands, and needs less than one extra bin for each repetition.
+    n times. The number n grows with *bound*, and is 1 for few bins. A search therefore takes as
+    long for ten million samples as for thousands, and needs less than one extra bin for each
+    repetition.
 
     Args:
         tally: Lengths from 1 to *capacity*, counts >= 1.

@@ -1,5 +1,5 @@
 """
-Digests of records, which identify a record by its content, in whatever file it is.
+Digests of records. A digest identifies a record by its content, whichever file contains it.
 
 Two records are the same if their JSON values are equal. Whitespace and the format of the file do
 not matter. The order of keys matters only in objects that become text, such as tools and arguments
@@ -50,8 +50,8 @@ one fixed character, which is five times as fast as a choice of two characters.
 
 _LONG, _FIRST = 4096, 2
 """
-Number of characters above which a text may be an image, so that plain JSON is not tried first, and
-number of list entries that are checked for such texts.
+Number of characters above which a text may be an image, and number of list entries that are checked
+for such texts. A record with such a text is not encoded as plain JSON first.
 """
 
 

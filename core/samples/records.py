@@ -98,7 +98,7 @@ class MessageOptions:
     literal_image_tags: bool = False
 
     urls: bool = False
-    """Whether images and videos may be URLs, which they may if `media_cache` is set."""
+    """Whether images and videos may be URLs. This is the case if `media_cache` is set."""
 
 
 def to_messages(shaped: ShapedRecord, options: MessageOptions) -> dict[str, Any]:

@@ -113,8 +113,8 @@ def to_shape(record: object, columns: Mapping[str, str | None] | None = None) ->
 
     Args:
         record: One JSON value of a data file.
-        columns: Key in the record -> key of `RECORD_KEYS` as which it is read, or None to ignore
-            the key, also in messages.
+        columns: Key in the record -> key of `RECORD_KEYS` that it is read as. None ignores the key,
+            also in messages.
 
     Raises:
         ValueError: The record has no known shape, or a part of it would be ignored.
@@ -323,7 +323,7 @@ def _flatten_content(message: dict[str, Any], media: Media) -> dict[str, Any]:
 
 def _flatten_part(part: object, media: Media) -> str:
     """
-    Return the text of a part, or the tag of an image or video, which is moved to *media*; raise an
+    Return the text of a part, or the tag of an image or video, which is moved to *media*. Raise an
     error for an invalid part.
     """
     kind = part.get("type") if isinstance(part, Mapping) else None
@@ -404,8 +404,8 @@ def _from_columns(record: Mapping[str, Any]) -> ShapedRecord:
 
 def _refuse_lost_texts(record: Mapping[str, Any], asked: str, answer: str) -> None:
     """
-    Raise an error if a text would be ignored: the context of a question, or any text in a record
-    that has an answer but no question.
+    Raise an error if a text would be ignored. This concerns the context of a question, and any text
+    in a record that has an answer but no question.
     """
     read = {*RECORD_KEYS, *NOTES} - {*RESPONSE_KEYS} | {answer}
     is_bare = not asked and answer != "text" and not has(record, "history") and not _is_chat(record[answer])

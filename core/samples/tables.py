@@ -1,5 +1,5 @@
 """
-Measurements of samples, and tables of them.
+Measurements of samples, and tables of measurements.
 
 The tables are stored with the plan, together with the list of data files and of bad records. When a
 sample is fetched in training, its measurement is compared with the stored measurement.
@@ -272,7 +272,7 @@ def identity_with_media(digest: str, folder: str) -> str:
 @attrs.frozen(eq=False)
 class KnownLengths:
     """
-    Measurements of records, which are found by the identity of a record.
+    Measurements of records, which can be found by a record's identity.
 
     The identity of a text record is its digest. The identity of a record with media is the result
     of `identity_with_media`.

@@ -2,8 +2,8 @@
 Statistics of a schedule: fill, tokens, balance of work, and coverage of the samples.
 
 All numbers are computed from the plan and the schedule, for all ranks. Nothing is measured or
-gathered from ranks. The numbers still hold for the run: each sample that is read is compared with
-the plan, and each rank's batches are compared with the schedule.
+gathered from ranks. The numbers still hold for the run, because each sample that is read and each
+batch are compared with the plan and the schedule.
 """
 
 from __future__ import annotations

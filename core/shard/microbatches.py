@@ -55,8 +55,8 @@ def shard_packed(
             fewer.
         max_tokens_per_microbatch: Maximum number of tokens in a row, padding included.
         sequence_length_pad_multiple: Each sequence is padded to a multiple of this number.
-        algorithm: Name of a packing algorithm, a key of `core.packers.ALGORITHMS`, which decides
-            the number of microbatches, unless `certified` needs fewer microbatches on each worker.
+        algorithm: Name of a packing algorithm, a key of `core.packers.ALGORITHMS`. This algorithm
+            decides the number of microbatches, unless `certified` needs fewer on each worker.
         when_long: `error` refuses a sequence longer than the limit; `alone` makes it a row by
             itself.
         seed: Seed of random algorithms.
@@ -67,8 +67,8 @@ def shard_packed(
             workers get about equal total work, and microbatches equal work as far as possible.
 
     Raises:
-        ArgumentError: A sequence is too long for a row and *when_long* is `error`, there is no
-            sequence, a size is invalid, or the number of works is wrong.
+        ArgumentError: A sequence is too long for a row, and *when_long* is `error`.
+        ArgumentError: There is no sequence, a size is invalid, or the number of works is wrong.
 
     >>> lengths = [900, 850, 1000, 950]
     >>> sharding = shard_packed(lengths, shards=2, batch_size=4, max_tokens_per_microbatch=1024)
@@ -194,8 +194,8 @@ def shard_dynamic(
             widths.
 
     Raises:
-        ArgumentError: A sequence is wider than the limit and *when_long* is `error`, there is no
-            sequence, a size is invalid, or the number of works is wrong.
+        ArgumentError: A sequence is wider than the limit, and *when_long* is `error`.
+        ArgumentError: There is no sequence, a size is invalid, or the number of works is wrong.
 
     >>> sharding = shard_dynamic([2, 8, 4, 16, 28, 32, 2, 32], shards=2, batch_size=8,
     ...     max_tokens_per_microbatch=32, sequence_length_round=4)

@@ -1,9 +1,10 @@
 """
-Rounds of equal work: a round is the microbatches that all workers compute at the same time.
+Rounds of equal work. A round consists of the microbatches that all workers compute at the same
+time.
 
 With FSDP, all workers wait for the busiest worker in every round. The time of a global batch is
 therefore the sum of the busiest microbatches of all rounds. Sequences with more work than a mean
-microbatch set the level of work in the first rounds, and the other microbatches of these rounds are
+microbatch set the level of work in the first rounds. The other microbatches of these rounds are
 filled up to this level. The remaining sequences are spread evenly over the other rounds.
 
 Works are integers, and in a tie the lower index is chosen, so every process computes the same
@@ -92,7 +93,7 @@ class _Pool:
 
     def add(self, size: int, step: int, below: int) -> int | None:
         """
-        Put an item into the least loaded microbatch with room; return the microbatch's previous
+        Put an item into the least loaded microbatch with room. Return the microbatch's previous
         key, or None if no microbatch with a key below *below* has room.
 
         Args:
@@ -253,7 +254,7 @@ class _Round:
     def _exchange(self, busy: int, idle: int) -> bool:
         """
         Move an item from microbatch *busy* to *idle*, or swap it for an item of *idle*, if their
-        works then differ less; return whether an item was moved.
+        works then differ less. Return whether an item was moved.
         """
         gives, takes = self.held[busy], self.held[idle]
         nothing = np.zeros(1, dtype=np.int64)

@@ -159,7 +159,8 @@ def _gather_works(steps: IntArray, held: IntArray) -> IntArray:
 def _assign_heaviest_first(steps: IntArray, falling: IntArray) -> IntArray:
     """
     Assign packs by descending work, in rows of one pack for each rank. The heaviest pack of a row
-    goes to the rank with the least work so far, the next one to the rank with the next least.
+    goes to the rank with the least work so far. The next pack goes to the rank with the next least
+    work.
 
     Args:
         steps: Work of each pack; shape (num_steps, packs of a step).
@@ -251,8 +252,9 @@ def _sets_to_exchange(packs_of_rank: int) -> list[NDArray[np.int64]]:
 
 def _exchange(held: IntArray, active: IntArray, works: IntArray, *, swaps: NDArray[np.int64], number: int) -> IntArray:
     """
-    Exchange packs of each busy rank with packs of an idle rank, if that evens out their work, by
-    the exchange that does so best. Return the changed steps, as indices of *active*.
+    Exchange packs of each busy rank with packs of an idle rank, by the exchange that evens out
+    their work best. Pairs of ranks that no exchange evens out stay the same. Return the changed
+    steps, as indices of *active*.
 
     Args:
         held: Column indices of the packs of each rank; shape (num_steps, world_size, packs of a

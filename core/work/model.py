@@ -9,9 +9,9 @@ parts:
 
 - Every position is multiplied with the weights of all layers and of the output head. Of the
   experts, only those to which the position is routed count.
-- Causal attention over a sample of n tokens counts n (n + 1) / 2 pairs. An implementation that
-  computes the whole square, such as eager attention, takes n * n pairs, but counts the same. A
-  layer limited to a window or a chunk has fewer pairs than a layer with full attention.
+- Causal attention over a sample of n tokens counts n (n + 1) / 2 pairs. Eager attention and other
+  implementations that compute all n * n pairs count the same. A layer limited to a window or a
+  chunk has fewer pairs than a layer with full attention.
 - Layers with the delta rule (linear attention) compute whole chunks of tokens.
 - The vision tower computes the patches of each image, with attention within the image or within
   windows of the image.
@@ -89,7 +89,7 @@ class WorkModel:
         Estimate the work of an unknown architecture as the work of ordinary layers of its width.
 
         Sizes that *config* does not have as numbers are assumed to be 32 layers and a width of
-        4,096. Images count by their tokens.
+        4,096. Images add only the work of their tokens.
         """
         config = config.get("thinker_config") or config
         text = config.get("text_config") or config
@@ -108,9 +108,9 @@ class WorkModel:
         """
         Return the work model of a forward and backward pass, given that of the forward pass.
 
-        A backward pass takes as many FLOPs as the forward pass for the gradients of a layer's
-        inputs, and as many again for the gradients of trained weights. Attention has no weights;
-        its backward pass has two products for each product of the forward pass.
+        In a backward pass, the gradients of a layer's inputs take as many FLOPs as the forward
+        pass. The gradients of trained weights take as many again. Attention has no weights, but its
+        backward pass has two products for each product of the forward pass.
 
         Args:
             text: Whether the language model's own weights are trained (not frozen, and not only

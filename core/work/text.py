@@ -2,10 +2,10 @@
 Work of a model's text layers, computed from its config.json.
 
 The work is computed from the keys. Keys describe grouped or latent heads, experts and shared
-experts, layers with a window or a chunk, and layers that carry a state. The model type decides only
-whether the work is unknown (`_UNKNOWN_TYPES`), and which values are assumed that a config.json
-leaves out or has no key for (`_DEFAULTS`). If a key looks like a size and this module does not read
-it, the model's work is unknown.
+experts, layers with a window or a chunk, and layers that carry a state. The model type matters in
+two cases only. The work of some types is unknown (`_UNKNOWN_TYPES`). For other types, values are
+assumed that a config.json leaves out or has no key for (`_DEFAULTS`). If a key looks like a size
+and this module does not read it, the model's work is unknown.
 """
 
 from collections import Counter
@@ -139,7 +139,7 @@ def read_text_work(sizes: Sizes, *, model_type: str | None) -> dict[str, Any]:
         local.append(LocalAttention(scale * kinds["chunk"] * pair // 2, chunk, in_chunks=True))
     if unread := keys.unread_sizes():
         named = ", ".join(unread[:5])
-        raise ModelError("work", f"what {named} of its config.json adds to the work is not known")
+        raise ModelError("work", f"the effect of {named} in its config.json on the work is not known")
     return {
         "per_position": PRODUCT * per_position,
         "per_pair": scale * kinds["full"] * pair // 2,

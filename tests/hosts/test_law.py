@@ -460,7 +460,7 @@ def test_a_packing_length_that_few_samples_fit_is_warned_of(tmp_path, caplog):
 
     assert f"of {len(ROWS)} samples are longer than a pack of 4 tokens, so each is a pack by itself" in caplog.text
     enough = sorted(PLAN.lengths)[-(-95 * (len(ROWS) - 1) // 100)]
-    assert f"with a packing length of {enough}, 95 % of the samples would fit" in caplog.text
+    assert f"With a packing length of {enough}, 95 % of the samples would fit" in caplog.text
 
 
 def test_numbers_of_steps_that_nobody_chose_are_not_warned_of(tmp_path, caplog):

@@ -94,7 +94,7 @@ def test_a_model_that_is_not_known_counts_tokens_and_squares(tmp_path):
 
     work, estimated = work_of_run(run(str(tmp_path)))
 
-    assert "what num_memory_layers of its config.json adds to the work is not known" in estimated
+    assert "the effect of num_memory_layers in its config.json on the work is not known" in estimated
     per_layer = 2 * 12 * 64**2
     assert WorkModel(2 * per_layer, 4 * 2 * 64) == WorkModel.estimated(TEXT)
     assert WorkModel.estimated(TEXT).trained() == work
