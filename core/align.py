@@ -101,14 +101,14 @@ def align_plan(
         world_size: Number of data-parallel ranks, >= 1.
         dataloader_drop_last: Whether to drop the leftover packs. If false, packs from the front are
             repeated, cyclically.
-        batch_size: Packs in one forward pass of a rank, >= 1. If leftover packs are dropped, an
-            incomplete last batch is dropped too.
+        batch_size: Number of packs in one forward pass of a rank, >= 1. If leftover packs are
+            dropped, an incomplete last batch is dropped too.
         degrees: Number of ranks that share each pack, powers of two; shape (num_packs,). None means
             one rank for each pack.
         max_degree: Maximum number of ranks that share a pack. None means the largest power of two
             that divides *world_size*.
-        tokens: Tokens of each pack, used to place shared packs of similar length next to each
-            other; shape (num_packs,). None leaves shared packs in plan order.
+        tokens: Number of tokens of each pack, used to place shared packs of similar length next to
+            each other; shape (num_packs,). None leaves shared packs in plan order.
 
     Raises:
         ArgumentError: There is no pack, dropping would leave no batch, or *max_degree* is not a
@@ -196,7 +196,8 @@ def lay_out_slots(degrees: IntArray, world_size: int, tokens: IntArray | None = 
         degrees: Number of slots of each pack, in the order of the epoch: powers of two that divide
             *world_size*. Their sum, the number of slots, is a multiple of *world_size*.
         world_size: Number of slots in a microbatch, one for each rank.
-        tokens: Tokens of each pack, in the order of the epoch. None skips the sorting by length.
+        tokens: Number of tokens of each pack, in the order of the epoch. None skips the sorting by
+            length.
 
     >>> lay_out_slots(np.array([1, 4, 1, 2, 1, 1, 1, 1]), 4).tolist()
     [1, 1, 1, 1, 3, 3, 0, 2, 4, 5, 6, 7]
@@ -233,8 +234,8 @@ def count_batches(num: int, *, batch_size: int, drop_last: bool) -> int:
     Return the number of batches that one rank forms from *num* packs.
 
     Args:
-        num: Packs of one rank, >= 0.
-        batch_size: Packs in one forward pass of a rank, >= 1.
+        num: Number of packs of one rank, >= 0.
+        batch_size: Number of packs in one forward pass of a rank, >= 1.
         drop_last: Whether an incomplete last batch is dropped.
 
     >>> [count_batches(7, batch_size=3, drop_last=drop_last) for drop_last in (False, True)]
@@ -250,7 +251,7 @@ def require_a_batch(num: int, *, world_size: int, batch_size: int, drop_last: bo
     Args:
         num: Number of slots of the raw plan: one for each pack and rank that computes it.
         world_size: Number of data-parallel ranks, >= 1.
-        batch_size: Packs in one forward pass of a rank, >= 1.
+        batch_size: Number of packs in one forward pass of a rank, >= 1.
         drop_last: Whether leftover packs and incomplete batches are dropped.
 
     Raises:

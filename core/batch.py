@@ -42,7 +42,7 @@ def pack_degrees(tokens: IntArray, packing_length: int, max_degree: int = MOST_R
     pack's tokens.
 
     Args:
-        tokens: Tokens of each pack, >= 1.
+        tokens: Number of tokens of each pack, >= 1.
         packing_length: Maximum number of tokens in a pack of several samples, >= 1.
         max_degree: Maximum number of ranks that share a pack, a power of two. Packs that need more
             ranks are shared by *max_degree* ranks.
@@ -103,9 +103,10 @@ def resolve_accumulation(
     per-device batch size to 1.
 
     Args:
-        effective_batch_size: Packs of an optimizer step over all ranks. None means per-device batch
-            size times accumulation times ranks.
-        per_device_train_batch_size: Packs or samples in a forward pass, as configured; >= 1.
+        effective_batch_size: Number of packs in an optimizer step over all ranks. None means
+            per-device batch size times accumulation times ranks.
+        per_device_train_batch_size: Number of packs or samples in a forward pass, as configured; >=
+            1.
         gradient_accumulation_steps: Batches of one rank in a step, as configured; None means 1.
         world_size: Number of data-parallel ranks, >= 1.
         forced_batch_size: Per-device batch size that training really uses, >= 1; 1 with packing.

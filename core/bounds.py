@@ -66,7 +66,7 @@ def find_bound(
     if the capacity, divided by the greatest common divisor of the lengths, is above 131,072.
 
     Args:
-        lengths: Tokens of each sample, each from 1 to *capacity*.
+        lengths: Number of tokens of each sample, each from 1 to *capacity*.
         capacity: Maximum number of tokens in a pack, >= 1.
         known: Number of packs of a known packing. The search ends when the bound equals *known*.
             With a finite *effort*, the search also ends when a quick bound is within one pack in

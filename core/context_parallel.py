@@ -27,12 +27,12 @@ def padded_length(length: int, *, cp_size: int, tp_size: int = 1) -> int:
     Return the length to which a sequence is padded so that it can be cut into equal parts.
 
     Args:
-        length: Tokens of the sequence, >= 1.
-        cp_size: Ranks that share a row, >= 1.
-        tp_size: Ranks of tensor parallelism, >= 1.
+        length: Number of tokens of the sequence, >= 1.
+        cp_size: Number of ranks that share a row, >= 1.
+        tp_size: Number of ranks of tensor parallelism, >= 1.
 
     Returns: *length*, rounded up to a multiple of cp_size * 2 * tp_size, or of tp_size if cp_size
-        is 1.
+    is 1.
 
     >>> padded_length(5, cp_size=2), padded_length(5, cp_size=1)
     (8, 5)
@@ -45,7 +45,7 @@ def cu_seqlens(lengths: Lengths, *, pad_to_multiple_of: int = 1) -> list[int]:
     Return the first position of each sequence in a packed row, and the end of the last one.
 
     Args:
-        lengths: Tokens of each sequence, >= 1.
+        lengths: Number of tokens of each sequence, >= 1.
         pad_to_multiple_of: Each sequence is padded to a multiple of this number of tokens, >= 1.
 
     >>> cu_seqlens([8, 5, 7]), cu_seqlens([8, 5, 7], pad_to_multiple_of=4)
@@ -61,8 +61,9 @@ def chunk_positions(length: int, *, cp_size: int, cp_rank: int) -> list[int]:
     and one from the tail.
 
     Args:
-        length: Tokens of the padded sequence, >= 1.
-        cp_size: Ranks that share the sequence, >= 1. A single rank computes all positions.
+        length: Number of tokens of the padded sequence, >= 1.
+        cp_size: Number of ranks that share the sequence, >= 1. A single rank computes all
+            positions.
         cp_rank: Index of the rank among those that share the row, from 0.
 
     Raises:
@@ -113,7 +114,7 @@ class PackedLayout:
     """
 
     cp_size: int = 1
-    """Ranks that share the row."""
+    """Number of ranks that share the row."""
 
     def __attrs_post_init__(self) -> None:
         as_whole_number("cp_size", self.cp_size, most=MOST_RANKS)
@@ -138,9 +139,9 @@ class PackedLayout:
         Lay out sequences, each padded to its `padded_length`.
 
         Args:
-            lengths: Tokens of each sequence, >= 1.
-            cp_size: Ranks that share the row, >= 1.
-            tp_size: Ranks of tensor parallelism, >= 1.
+            lengths: Number of tokens of each sequence, >= 1.
+            cp_size: Number of ranks that share the row, >= 1.
+            tp_size: Number of ranks of tensor parallelism, >= 1.
 
         >>> PackedLayout.from_lengths([5, 8, 1, 3], cp_size=2).cu_seqlens_padded.tolist()
         [0, 8, 16, 20, 24]
@@ -150,7 +151,7 @@ class PackedLayout:
 
     @property
     def lengths(self) -> IntArray:
-        """Tokens of each sequence without padding; shape (num_sequences,)."""
+        """Number of tokens of each sequence without padding; shape (num_sequences,)."""
         return np.diff(self.cu_seqlens)
 
     @property

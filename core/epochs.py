@@ -60,7 +60,9 @@ class RecordLengths:
     """Lengths and work of all records; each epoch selects the values of its samples."""
 
     lengths: IntArray
-    """Tokens of each record, 0 for a record that is not a sample; shape (num_records,)."""
+    """
+    Number of tokens of each record, 0 for a record that is not a sample; shape (num_records,).
+    """
 
     sizes: tuple[int, ...] = ()
     """

@@ -176,7 +176,8 @@ def forecast_run(
         schedule: Schedule of the run from its first step.
         flops: Work of each sample in FLOPs.
         evaluated: FLOPs of training on the packs of the evaluation; None without an evaluation.
-        every: Optimizer steps between two evaluations, and between two checkpoints; 0 for none.
+        every: Number of optimizer steps between two evaluations, and between two checkpoints; 0 for
+            none.
         evaluates_first: Whether there is an evaluation before the first step.
     """
     terms = StepFlops.from_epoch(trained, flops, sync_at=schedule.sync_at)
@@ -535,7 +536,7 @@ class StepTrace:
     """Time at which each block is freed; shape (num_blocks,)."""
 
     sizes: NDArray[np.int64]
-    """Bytes of each block; shape (num_blocks,)."""
+    """Size of each block in bytes; shape (num_blocks,)."""
 
     kinds: NDArray[np.int64]
     """
@@ -554,7 +555,8 @@ class StepTrace:
 
     buckets: int = 0
     """
-    Bytes of the buckets in which ranks sum gradients, which are allocated during the whole step.
+    Size in bytes of the buckets in which ranks sum gradients. The buckets are allocated during the
+    whole step.
     """
 
     def peak(self, *, fused_loss: bool = False) -> PeakMemory:
@@ -588,9 +590,9 @@ def peak_candidates(tokens: NDArray[Any], supervised: NDArray[Any], patches: NDA
     candidate is the pack with the largest sum of the three numbers, each divided by its maximum.
 
     Args:
-        tokens: Tokens of each pack; shape (num_packs,).
-        supervised: Supervised tokens of each pack; shape (num_packs,).
-        patches: Vision patches of each pack; shape (num_packs,).
+        tokens: Number of tokens of each pack; shape (num_packs,).
+        supervised: Number of supervised tokens of each pack; shape (num_packs,).
+        patches: Number of vision patches of each pack; shape (num_packs,).
 
     >>> peak_candidates(*np.array([[9, 8, 8], [1, 2, 3], [0, 0, 0]]))
     (0, 2)
@@ -632,7 +634,7 @@ def longest_fit(peak_at: Callable[[int], int], *, start: int, limit: int, most: 
     Args:
         peak_at: Function that returns the peak of a step in bytes, given the tokens of a full pack.
         start: Length to trace first, >= 1.
-        limit: Maximum bytes of a peak, margin included.
+        limit: Maximum size of a peak in bytes, margin included.
         most: Longest length that the model has positions for.
 
     >>> longest_fit(lambda tokens: 10 * tokens, start=512, limit=110_000, most=32768).tokens

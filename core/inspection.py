@@ -114,7 +114,7 @@ class PlanSummary:
     """Number of packs that the fill filter drops."""
 
     longest_pack: int
-    """Tokens of the longest pack."""
+    """Number of tokens of the longest pack."""
 
     oversized_packs: int
     """Number of packs of more than 1.1 times the packing length. Each is one long sample."""
@@ -218,7 +218,7 @@ def summarise(
 
     Args:
         plan: Plan of samples with these lengths.
-        lengths: Tokens of each record, 0 for a record that is not a sample.
+        lengths: Number of tokens of each record, 0 for a record that is not a sample.
         packed: Whether samples share packs. If false, each sample is a pack.
         supervised: Number of supervised tokens of each record; None if they were not measured.
 
@@ -272,7 +272,7 @@ def summarise_schedule(
 
     Args:
         plan: Plan of samples with these lengths.
-        lengths: Tokens of each record, 0 for a record that is not a sample.
+        lengths: Number of tokens of each record, 0 for a record that is not a sample.
         schedule: Schedule of the plan's packs, starting at the first step.
         packed: Whether samples share packs. If false, each sample is padded to the longest of its
             batch.
@@ -315,7 +315,7 @@ def describe_training(
     Args:
         plan: Plan of samples with these lengths, or the plan of one epoch if each epoch has its
             own.
-        lengths: Tokens of each record, 0 for a record that is not a sample.
+        lengths: Number of tokens of each record, 0 for a record that is not a sample.
         schedule: Schedule of the plan.
         packed: Whether samples share packs. If false, each sample is a pack.
         unit: Noun for the unit that computes a pack, such as `rank` or the name of a group of
@@ -366,7 +366,7 @@ def describe_long_samples(plan: RawPlan, lengths: Lengths, setting: str) -> str:
 
     Args:
         plan: Plan of samples with these lengths.
-        lengths: Tokens of each record, 0 for a record that is not a sample.
+        lengths: Number of tokens of each record, 0 for a record that is not a sample.
         setting: Name of the packing length's setting, as the warning writes it in front of the
             value.
 
@@ -682,7 +682,7 @@ def packs_by_algorithm(plan: RawPlan, lengths: Lengths, *, others: bool = True) 
 
     Args:
         plan: Plan of samples with these lengths.
-        lengths: Tokens of each record, 0 for a record that is not a sample.
+        lengths: Number of tokens of each record, 0 for a record that is not a sample.
         others: Whether to run other algorithms, which ignore a limit on images.
     """
     tokens = as_lengths(lengths, least=0)[np.sort(np.concatenate([plan.packs.indices, plan.dropped_packs.indices]))]

@@ -82,7 +82,7 @@ class PackingTrace:
         Return the packs that the trace describes, ordered by their first sample.
 
         Args:
-            lengths: Tokens of each sample; at least one.
+            lengths: Number of tokens of each sample; at least one.
             tally: Counts of these lengths. Every sample has to be in an entry.
         """
         return Packs.from_labels(self.labels(lengths, tally))
@@ -92,7 +92,7 @@ class PackingTrace:
         Return the bin of each sample; shape (num_samples,).
 
         Args:
-            lengths: Tokens of each sample; at least one.
+            lengths: Number of tokens of each sample; at least one.
             tally: Counts of these lengths. Every sample has to be in an entry.
         """
         return _reorder_bins(lengths, tally, self._bins_longest_first())

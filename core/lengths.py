@@ -29,7 +29,7 @@ def as_lengths(lengths: Lengths, *, least: int = 1) -> IntArray:
     Return *lengths* as a one-dimensional int64 array of tokens.
 
     Args:
-        lengths: Tokens of each sample.
+        lengths: Number of tokens of each sample.
         least: Lowest allowed length: 1, or 0 if a length of 0 marks a record that is not a sample.
 
     Raises:

@@ -75,7 +75,7 @@ def packing_metrics(lengths: Lengths, packs: AnyPacks, *, capacity: int, bound: 
     Return the metrics of packs, with a lower bound on their number.
 
     Args:
-        lengths: Tokens of each sample, >= 1.
+        lengths: Number of tokens of each sample, >= 1.
         packs: Packs to measure, or a plan that contains packs; at least one pack.
         capacity: Maximum number of tokens in a pack, >= 1.
         bound: Lower bound on the number of packs. None searches for a bound, which takes about as
@@ -125,9 +125,9 @@ def padded_positions(lengths: Lengths, *, batch_size: int) -> float:
     samples. Otherwise the samples of a smaller last batch count as padded in a full one.
 
     Args:
-        lengths: Tokens of each sample, >= 1; at least one.
-        batch_size: Samples in a batch, >= 1. Each sample is padded to the longest sample of its
-            batch.
+        lengths: Number of tokens of each sample, >= 1; at least one.
+        batch_size: Number of samples in a batch, >= 1. Each sample is padded to the longest sample
+            of its batch.
 
     >>> round(padded_positions([1, 1, 4, 4], batch_size=2), 9)
     14.0

@@ -202,7 +202,7 @@ class Pool:
     """Indices of the samples, counted over the records of all files, ascending."""
 
     lengths: IntArray
-    """Tokens of the samples, >= 1."""
+    """Number of tokens of the samples, >= 1."""
 
     def available(self, mix: Mix) -> int:
         """
@@ -218,7 +218,7 @@ def source_pools(mix: Mix, mixes: Mixes, lengths: IntArray, sizes: Sequence[int]
     Args:
         mix: An entry of *mixes*.
         mixes: Mixes of all epochs.
-        lengths: Tokens of each record of `mixes.files`, 0 if the record cannot be drawn.
+        lengths: Number of tokens of each record of `mixes.files`, 0 if the record cannot be drawn.
         sizes: Number of records in each file.
     """
     first = dict(zip(mixes.files, np.cumsum([0, *sizes]).tolist(), strict=False))
@@ -269,7 +269,7 @@ def select_records(mixes: Mixes, lengths: Lengths, sizes: Sequence[int], *, seed
 
     Args:
         mixes: Mixes in which `mixes_faults` and `measured_mixes_faults` find no fault.
-        lengths: Tokens of each record of `mixes.files`, 0 if the record cannot be drawn.
+        lengths: Number of tokens of each record of `mixes.files`, 0 if the record cannot be drawn.
         sizes: Number of records in each file.
         seed: Seed of the draws, from 0.
         epoch: Number of the epoch, from 0.
@@ -314,7 +314,7 @@ def select_lowest_keys(keys: NDArray[np.uint64], weights: IntArray, quota: Fract
 
     Args:
         keys: Random key of each sample; shape (num_samples,).
-        weights: Tokens of each sample, or ones, >= 1; shape (num_samples,).
+        weights: Number of tokens of each sample, or ones, >= 1; shape (num_samples,).
         quota: Wanted sum of weights.
         cap: Maximum sum of weights, at least *quota* and the weight of the lowest key. None sets no
             limit.
@@ -412,7 +412,7 @@ def measured_mixes_faults(mixes: Mixes, lengths: Lengths, sizes: Sequence[int], 
 
     Args:
         mixes: Mixes in which `mixes_faults` finds no fault.
-        lengths: Tokens of each record of `mixes.files`, 0 if the record cannot be drawn.
+        lengths: Number of tokens of each record of `mixes.files`, 0 if the record cannot be drawn.
         sizes: Number of records in each file.
         epochs: Number of trained epochs. Mixes of later epochs are not checked.
     """

@@ -232,7 +232,8 @@ def plan_checksum(packs: AnyPacks, *, lengths: Lengths | None = None) -> str:
 
     Args:
         packs: Packs, or a plan that contains packs.
-        lengths: Tokens of each sample, which are digested too if given; shape (num_samples,).
+        lengths: Number of tokens of each sample, which are digested too if given; shape
+            (num_samples,).
     """
     packs, digest = as_packs(packs), hashlib.sha256(_FORMAT)
     for array in (packs.offsets, packs.indices, *([] if lengths is None else [as_lengths(lengths, least=0)])):

@@ -155,7 +155,7 @@ def build_raw_plan(
     Group samples into packs by a policy.
 
     Args:
-        lengths: Tokens of each sample, >= 1.
+        lengths: Number of tokens of each sample, >= 1.
         policy: Settings that decide the plan. None uses only *fields*, which then need
             `packing_length`.
         epoch: Number of the planned epoch, from 0. It has no effect unless the policy is
@@ -255,7 +255,7 @@ def _find_plan_bound(
     itself.
 
     Args:
-        tokens: Tokens of each packed sample, at most the packing length.
+        tokens: Number of tokens of each packed sample, at most the packing length.
         policy: Settings that decide the plan.
         known: Number of packs of these samples in the plan.
         effort: Maximum number of steps of the search for the bound.
@@ -325,7 +325,8 @@ def refuse_longer(lengths: Lengths, policy: PlanPolicy) -> None:
     Raise an error if the policy refuses samples longer than a pack and there are any.
 
     Args:
-        lengths: Tokens of each record, 0 for a record that is not a sample; shape (num_records,).
+        lengths: Number of tokens of each record, 0 for a record that is not a sample; shape
+            (num_records,).
         policy: Settings that decide the plan.
 
     Raises:
@@ -353,7 +354,8 @@ def refuse_dropped(plan: RawPlan, lengths: Lengths, policy: PlanPolicy) -> None:
 
     Args:
         plan: The raw plan.
-        lengths: Tokens of each record, 0 for a record that is not a sample; shape (num_records,).
+        lengths: Number of tokens of each record, 0 for a record that is not a sample; shape
+            (num_records,).
         policy: Policy with which the plan was made.
 
     Raises:

@@ -201,7 +201,8 @@ class StoredLengths:
     @property
     def tokens(self) -> IntArray:
         """
-        Tokens of each record, 0 for a record that is not a sample; int64, shape (num_records,).
+        Number of tokens of each record, 0 for a record that is not a sample; int64, shape
+        (num_records,).
         """
         return column(self.rows.table, "length").astype(np.int64)
 

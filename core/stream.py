@@ -74,7 +74,7 @@ class StreamItem:
     """Position of the record in the epoch's order, from 0."""
 
     length: int = 0
-    """Tokens of the sample; 0 until it is encoded."""
+    """Number of tokens of the sample; 0 until it is encoded."""
 
 
 @attrs.frozen
@@ -199,7 +199,7 @@ def admit_first(state: ReaderState, length: int, *, options: StreamOptions) -> R
 
     Args:
         state: State with at least one item in `ahead`.
-        length: Tokens of the item.
+        length: Number of tokens of the item.
         options: Options of packing.
     """
     first, *ahead = state.ahead

@@ -54,7 +54,7 @@ class Plan(HasPacks):
     """Raw plan: the packs, and all counts that planning computes."""
 
     lengths: IntArray
-    """Tokens of each sample; int64, shape (num_samples,)."""
+    """Number of tokens of each sample; int64, shape (num_samples,)."""
 
     @property
     def packs(self) -> Packs:
@@ -91,8 +91,8 @@ class Plan(HasPacks):
 
         Args:
             world_size: Number of data-parallel ranks, >= 1.
-            packs_per_step: Packs of one optimizer step over all ranks, a multiple of *world_size*.
-                None means one pack for each rank.
+            packs_per_step: Number of packs in one optimizer step over all ranks, a multiple of
+                *world_size*. None means one pack for each rank.
             epochs: Number of epochs, which may be fractional.
             drop_last: Whether to drop packs that do not fill all ranks. If false, packs from the
                 front are repeated.
@@ -177,7 +177,7 @@ def plan(
     it.
 
     Args:
-        lengths: Tokens of each sample, >= 1.
+        lengths: Number of tokens of each sample, >= 1.
         packing_length: Maximum number of tokens in a pack of several samples, >= 1.
         algorithm: Name of a packing algorithm, a key of `ALGORITHMS`.
         images: Number of images of each sample; needed if *max_images* is given.
@@ -330,7 +330,7 @@ def draw_packs(packs: Sequence[Sequence[int]], *, packing_length: int) -> str:
     length.
 
     Args:
-        packs: Tokens of each sample, for each pack.
+        packs: Number of tokens of each sample, for each pack.
         packing_length: Number of tokens of a full bar, >= 1. The bar of a longer pack is cut off.
 
     >>> '<rect x="160.0" y="0" width="479.5"' in draw_packs([[20, 60], [80]], packing_length=80)
@@ -356,7 +356,7 @@ def draw_first_packs(plan: RawPlan, lengths: IntArray) -> list[str]:
 
     Args:
         plan: Plan of samples with these lengths.
-        lengths: Tokens of each record; int64, shape (num_records,).
+        lengths: Number of tokens of each record; int64, shape (num_records,).
     """
     count = min(60, int(np.searchsorted(plan.packs.offsets, _DRAWN_SAMPLES, side="right")) - 1)
     packs = [lengths[samples].tolist() for samples in plan.packs[:count]]

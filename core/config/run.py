@@ -154,8 +154,8 @@ class TemplateConfig:
 
     max_pixels: int | None = key(None, lengths="value", check=at_least(1))
     """
-    Maximum pixels of an image; larger images are scaled down. If unset, the processor's limit
-    applies.
+    Maximum number of pixels of an image; larger images are scaled down. If unset, the processor's
+    limit applies.
     """
 
     fps: float | None = key(None, lengths="value if set", check=above_0)
@@ -165,29 +165,29 @@ class TemplateConfig:
     """
 
     fps_min_frames: int | None = key(None, lengths="value if set", check=at_least(1))
-    """Minimum frames of a video. If unset, 4 (ms-swift's `FPS_MIN_FRAMES`)."""
+    """Minimum number of frames of a video. If unset, 4 (ms-swift's `FPS_MIN_FRAMES`)."""
 
     fps_max_frames: int | None = key(
         None, lengths="value if set", check=must(lambda frames: frames >= 2, "at least 2: frames are taken in pairs")
     )
-    """Maximum frames of a video. If unset, 768 (ms-swift's `FPS_MAX_FRAMES`)."""
+    """Maximum number of frames of a video. If unset, 768 (ms-swift's `FPS_MAX_FRAMES`)."""
 
     video_min_pixels: int | None = key(None, lengths="value if set", check=at_least(1))
     """
-    Minimum pixels of a frame; smaller frames are scaled up. If unset, the pixels of 128 tokens
-    (ms-swift's `VIDEO_MIN_TOKEN_NUM`).
+    Minimum number of pixels of a frame; smaller frames are scaled up. If unset, the pixels of 128
+    tokens (ms-swift's `VIDEO_MIN_TOKEN_NUM`).
     """
 
     video_max_pixels: int | None = key(None, lengths="value if set", check=at_least(1))
     """
-    Maximum pixels of a frame; larger frames are scaled down. If unset, the pixels of 768 tokens
-    (ms-swift's `VIDEO_MAX_TOKEN_NUM`).
+    Maximum number of pixels of a frame; larger frames are scaled down. If unset, the pixels of 768
+    tokens (ms-swift's `VIDEO_MAX_TOKEN_NUM`).
     """
 
     video_total_pixels: int | None = key(None, lengths="value if set", check=at_least(1))
     """
-    Maximum pixels of all frames of a video; two frames count as one. If unset, the pixels of
-    115,200 tokens (nine tenths of ms-swift's `MODEL_SEQ_LEN`, 128,000).
+    Maximum number of pixels of all frames of a video; two frames count as one. If unset, the pixels
+    of 115,200 tokens (nine tenths of ms-swift's `MODEL_SEQ_LEN`, 128,000).
     """
 
     system: str | None = key(None, lengths="value")
@@ -401,7 +401,7 @@ class TrainingConfig:
     """
 
     packing_max_images: int | None = key(None, plan=True, check=at_least(1), stream="refused")
-    """Maximum images in a pack. A sample with more images is a pack by itself."""
+    """Maximum number of images in a pack. A sample with more images is a pack by itself."""
 
     packing_allow_single_long: bool = key(True, plan=True)
     """Put each sample of at least the packing length into a pack by itself; `false` skips it."""

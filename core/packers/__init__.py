@@ -132,8 +132,8 @@ def pack(
     Indices ascend in a pack, and packs ascend by their first index.
 
     Args:
-        lengths: Tokens of each sample, each from 1 to *capacity*. A numpy array of integers is
-            fastest.
+        lengths: Number of tokens of each sample, each from 1 to *capacity*. A numpy array of
+            integers is fastest.
         capacity: Maximum number of tokens in a pack, >= 1.
         algorithm: Name of an algorithm, a key of `ALGORITHMS`.
         seed: Seed of random algorithms, from 0 to 2**64 - 1.
@@ -180,7 +180,7 @@ def split_to_bin_count(packs: Packs, lengths: IntArray, *, minimum: int, multipl
 
     Args:
         packs: Packs, ordered by first sample.
-        lengths: Tokens of each sample.
+        lengths: Number of tokens of each sample.
         minimum: Minimum number of packs, >= 1. If it is 1 and there are no samples, there are no
             packs.
         multiple: Number that has to divide the number of packs, >= 1.

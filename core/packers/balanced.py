@@ -77,7 +77,7 @@ def balanced(
     Pack samples into packs of about equal work.
 
     Args:
-        lengths: Tokens of each sample, each from 1 to *capacity*.
+        lengths: Number of tokens of each sample, each from 1 to *capacity*.
         capacity: Maximum number of tokens in a pack.
         works: Work of each sample, >= 0 in any unit; same shape as *lengths*. None estimates the
             work from the length and the squared length, in the proportion of a typical model.

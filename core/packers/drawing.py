@@ -72,7 +72,7 @@ def redraw(
     their lengths allow.
 
     Args:
-        lengths: Tokens of each sample, each from 1 to *capacity*.
+        lengths: Number of tokens of each sample, each from 1 to *capacity*.
         capacity: Maximum number of tokens in a pack, >= 1.
         algorithm: Name of an algorithm that does not keep the order of the data.
         seed: Seed of the draws of all epochs, from 0 to 2**64 - 1.

@@ -93,7 +93,7 @@ class ExchangeSearch:
     """Packs, and a search that changes them in place by swapping samples between pairs of packs."""
 
     tokens: IntArray
-    """Tokens of each sample; shape (num_samples,)."""
+    """Number of tokens of each sample; shape (num_samples,)."""
 
     works: IntArray
     """Work of each sample, as integers; shape (num_samples,)."""

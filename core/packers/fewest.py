@@ -69,7 +69,7 @@ def certified(lengths: IntArray, *, capacity: int, seed: int, report: Callable[[
     reached.
 
     Args:
-        lengths: Tokens of each sample, each from 1 to *capacity*.
+        lengths: Number of tokens of each sample, each from 1 to *capacity*.
         capacity: Maximum number of tokens in a pack.
         seed: Seed of the random order, which is tried last.
         report: Called with a progress message.

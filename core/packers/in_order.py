@@ -16,7 +16,7 @@ def concatenative(lengths: IntArray, *, capacity: int) -> Packs:
     Return packs of consecutive samples. A sample that does not fit starts a new pack.
 
     Args:
-        lengths: Tokens of each sample, each from 1 to *capacity*; at least one sample.
+        lengths: Number of tokens of each sample, each from 1 to *capacity*; at least one sample.
         capacity: Maximum number of tokens in a pack.
     """
     offsets = [0]
@@ -44,7 +44,7 @@ def first_fit_shuffle(lengths: IntArray, *, capacity: int, seed: int) -> Packs:
     Put each sample, in a shuffled order, into the first bin with room for it.
 
     Args:
-        lengths: Tokens of each sample, each from 1 to *capacity*.
+        lengths: Number of tokens of each sample, each from 1 to *capacity*.
         capacity: Maximum number of tokens in a bin.
         seed: Seed of the order, >= 0.
     """

@@ -208,7 +208,7 @@ def solve_knapsack(sizes: IntArray, prices: IntArray, capacity: int) -> SolvedKn
     Solve the unbounded knapsack problem exactly, with integers.
 
     Args:
-        sizes: Tokens of each kind of item, longest first; shape (num_kinds,).
+        sizes: Number of tokens of each kind of item, longest first; shape (num_kinds,).
         prices: Integer price of an item of each kind; shape (num_kinds,).
         capacity: Maximum number of tokens in the knapsack.
     """

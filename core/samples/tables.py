@@ -30,7 +30,7 @@ class Measurement:
     """Size of one encoded sample: tokens, images, frames and patches."""
 
     length: int
-    """Tokens in the forward pass, image tokens included."""
+    """Number of tokens in the forward pass, image tokens included."""
 
     supervised: int
     """

@@ -222,8 +222,8 @@ class EpochSchedule:
 
     tokens: IntArray | None = attrs.field(default=None, eq=attrs.cmp_using(eq=np.array_equal), hash=False, repr=False)
     """
-    Tokens of each pack, used to place shared packs of similar length next to each other. None
-    leaves shared packs of the same degree in the order of the epoch.
+    Number of tokens of each pack, used to place shared packs of similar length next to each other.
+    None leaves shared packs of the same degree in the order of the epoch.
     """
 
     _assigned: dict[int, IntArray] = attrs.field(factory=dict, init=False, eq=False, repr=False)

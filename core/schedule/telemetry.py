@@ -64,7 +64,7 @@ class PackStats:
 
         Args:
             plan: The raw plan.
-            lengths: Tokens of each record; int64, shape (num_records,).
+            lengths: Number of tokens of each record; int64, shape (num_records,).
             packed: Whether samples share packs. If false, each sample is padded to the longest
                 sample of its batch.
             works: Work of each sample; None uses squared lengths.

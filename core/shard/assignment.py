@@ -32,7 +32,7 @@ def pack_in_fewer_rounds(packs: Packs, costs: IntArray, *, capacity: int, round_
 
     Args:
         packs: Microbatches that another algorithm made.
-        costs: Positions of each sequence; shape (num_sequences,).
+        costs: Number of positions of each sequence; shape (num_sequences,).
         capacity: Maximum number of positions in a microbatch.
         round_size: Number of microbatches that all workers compute at the same time.
     """
@@ -58,7 +58,7 @@ def balance_items(costs: IntArray, works: IntArray, *, shards: int, per_shard: i
     Return the microbatch of each item, or None if no worker has room for an item.
 
     Args:
-        costs: Positions of each item; at least `shards * per_shard` items.
+        costs: Number of positions of each item; at least `shards * per_shard` items.
         works: Work of each item, as integers.
         shards: Number of workers.
         per_shard: Number of microbatches of each worker.

@@ -107,7 +107,7 @@ def lengths_and_padded(
     Return the lengths as an array, and the lengths rounded up to *multiple*.
 
     Args:
-        lengths: Tokens of each sequence, >= 1.
+        lengths: Number of tokens of each sequence, >= 1.
         multiple: Each length is rounded up to a multiple of this number.
         capacity: Maximum number of positions in a microbatch; None sets no limit.
         when_long: `error` raises an ArgumentError if a padded sequence exceeds the capacity;
@@ -170,7 +170,7 @@ def slot_sequences(costs: IntArray, least: int) -> IntArray:
     Return the sequence in each slot of a global batch. The shortest sequence fills extra slots.
 
     Args:
-        costs: Positions of each sequence.
+        costs: Number of positions of each sequence.
         least: Minimum number of slots. If there are more sequences, each has one slot.
     """
     return np.concatenate([np.arange(costs.size), np.full(max(0, least - costs.size), costs.argmin())])

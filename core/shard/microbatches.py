@@ -49,7 +49,7 @@ def shard_packed(
     Cut a batch into microbatches that become one packed row each.
 
     Args:
-        lengths: Tokens of each sequence of the batch, >= 1; at least one sequence.
+        lengths: Number of tokens of each sequence of the batch, >= 1; at least one sequence.
         shards: Number of data-parallel workers, >= 1.
         batch_size: Number of sequences in a global batch, over all workers; the last batch may have
             fewer.
@@ -181,7 +181,7 @@ def shard_dynamic(
     microbatch is the length of its longest sequence on any worker, rounded up.
 
     Args:
-        lengths: Tokens of each sequence of the batch, >= 1; at least one sequence.
+        lengths: Number of tokens of each sequence of the batch, >= 1; at least one sequence.
         shards: Number of data-parallel workers, >= 1.
         batch_size: Number of sequences in a global batch, over all workers; the last batch may have
             fewer.

@@ -42,7 +42,7 @@ def spread_over_rounds(costs: IntArray, works: IntArray, *, shards: int, rounds:
     Return the microbatch of each item, or None if no microbatch has room for an item.
 
     Args:
-        costs: Positions of each item; at least as many items as microbatches.
+        costs: Number of positions of each item; at least as many items as microbatches.
         works: Work of each item, as integers.
         shards: Number of microbatches in a round, one for each worker.
         rounds: Number of microbatches of each worker.
@@ -97,7 +97,7 @@ class _Pool:
         key, or None if no microbatch with a key below *below* has room.
 
         Args:
-            size: Positions of the item.
+            size: Number of positions of the item.
             step: Work of the item, in units of a key.
             below: Exclusive upper limit of the previous key.
         """
@@ -202,7 +202,7 @@ def assign_rounds(labels: IntArray, costs: IntArray, works: IntArray, *, shards:
 
     Args:
         labels: Microbatch of each item. The number of microbatches is a multiple of *shards*.
-        costs: Positions of each item.
+        costs: Number of positions of each item.
         works: Work of each item, as integers.
         shards: Number of workers.
         capacity: Maximum number of positions in a microbatch.

@@ -79,7 +79,7 @@ class Sharding:
     """Number of microbatches of every worker, for each global batch."""
 
     lengths: IntArray
-    """Tokens of each sequence; shape (num_sequences,)."""
+    """Number of tokens of each sequence; shape (num_sequences,)."""
 
     slots: Packs
     """
@@ -190,8 +190,8 @@ def join_batches(
 
     Args:
         mode: Kind of microbatches.
-        lengths: Tokens of each sequence; shape (num_sequences,).
-        padded: Positions of each sequence, padding included; shape (num_sequences,).
+        lengths: Number of tokens of each sequence; shape (num_sequences,).
+        padded: Number of positions of each sequence, padding included; shape (num_sequences,).
         parts: Global batches, in order.
         shards: Number of data-parallel workers.
         capacity: Token limit: maximum number of positions in a microbatch, unless it is a single

@@ -181,7 +181,7 @@ class SampleWorks:
     model: WorkModel
 
     lengths: IntArray
-    """Tokens of each sample; shape (num_samples,)."""
+    """Number of tokens of each sample; shape (num_samples,)."""
 
     media_flops: FLOPs
     """FLOPs of each sample's images and videos; shape (num_samples,)."""
@@ -202,8 +202,8 @@ class SampleWorks:
 
         Args:
             model: Work model of the model.
-            lengths: Tokens of each sample, image tokens included, 0 for a record that is not a
-                sample; shape (num_samples,).
+            lengths: Number of tokens of each sample, image tokens included, 0 for a record that is
+                not a sample; shape (num_samples,).
             images: Number of images of each sample; shape (num_samples,).
             patches: Number of patches in all images of each sample; shape (num_samples,).
             frames: Number of frames sampled from the videos of each sample; shape (num_samples,).
