@@ -72,8 +72,8 @@ def find_bound(
             With a finite *effort*, the search also ends when a quick bound is within one pack in
             1,000 of *known*.
         effort: Maximum number of steps after the quick bounds (`core.patterns`). 0 skips the linear
-            program, whose steps took 0.03 to 0.1 microseconds each. The linear
-            programs also stop after 250 million steps per 0.1 % of the packs that they may save.
+            program, whose steps took 0.03 to 0.1 microseconds each. The linear programs also stop
+            after 250 million steps per 0.1 % of the packs that they may save.
         report: Called with a progress message.
 
     Raises:
