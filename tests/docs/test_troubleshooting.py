@@ -8,6 +8,7 @@ from pathlib import Path
 import attrs
 import pytest
 
+from packplan.adapters.finite import not_finite_error
 from packplan.adapters.loaders.batches import PackBatches
 from packplan.adapters.loaders.packs import PACK, refuse_other_packs
 from packplan.core import errors
@@ -90,6 +91,7 @@ MADE = (
     errors.NotBuiltError(FOLDER, "holds no plan"),
     errors.OutputError("runs/first", "No space left on device"),
     RunError.for_worker(2, "train", "its process ended"),
+    not_finite_error("the loss of optimizer step 12", float("nan")),
     raised(refuse_other_packs, [{PACK: 5}], [(4,)]),
     errors.CorruptArtefactError(f"{FOLDER}/lengths.bin", "its content does not match the manifest's digest"),
 )
