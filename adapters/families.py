@@ -4,9 +4,9 @@ Facts about single model families, in `families.json`; all other facts are read 
 `swift` has the default model type and template of architectures for which ms-swift's registry has
 several. `embeds` lists templates of ms-swift whose image embedding fails with the supported
 transformers, so the model itself embeds images. `unshown` lists templates that declare packing, but
-whose models have not been shown to keep packed samples apart. `unpacked` lists model types that do
-not pack, as in docs/models.md. `complete` has keys to add to transformers' default configuration of
-some model types, so that a model is built with all its kinds of layers.
+whose models have not been shown to keep packed samples apart. `unpacked` lists model types that
+cannot be packed, as in docs/models.md. `complete` has keys to add to transformers' default
+configuration of some model types, so that a model is built with all its kinds of layers.
 """
 
 import json

@@ -155,8 +155,9 @@ def config_content(model: ModelConfig) -> Mapping[str, Any]:
     Return the content of a model's config.json.
 
     Raises:
-        ConfigError: The file cannot be read or has no `model_type`, or generation_config.json in
-            the same folder cannot be read or has an end token that is not a token id.
+        ConfigError: The file cannot be read, or has no `model_type`. The error is also raised if
+            generation_config.json in the same folder cannot be read, or has an end token that is
+            not a token id.
     """
     path = Path(model.model) / "config.json"
     try:

@@ -6,9 +6,9 @@ Weights are also checked before they are saved, by the root mean square of the t
 After a step with a learning rate of 1e30, for example, weights are finite but useless. The loss of
 another forward pass may be finite too, since norm layers divide by the huge values. The root mean
 square reveals the fault in one pass over the weights. Weights count as ruined if their root mean
-square is more than a thousand times that before the first step. Normal runs stay far below: a step
-of AdamW moves a weight by about the learning rate, and a run from random weights ends at a few
-times their first root mean square.
+square has grown more than a thousandfold since the first step. Normal runs stay far below this
+limit. A step of AdamW moves a weight by about the learning rate. In a run from random weights, the
+root mean square becomes a few times larger.
 """
 
 import math
@@ -28,7 +28,7 @@ Gradients = dict[str, torch.Tensor]
 
 _MAX_GROWTH = 1000.0
 """
-Largest ratio of the weights' root mean square to that before the first step. Above this ratio, the
+Largest factor by which the weights' root mean square may grow in a run. Above this factor, the
 weights count as ruined.
 """
 

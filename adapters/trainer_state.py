@@ -1,7 +1,7 @@
 """
-Reading and writing of the state of transformers' trainer in a checkpoint, with a digest.
+Reads and writes the state of transformers' trainer in a checkpoint, with a digest.
 
-If DeepSpeed stores the optimizer in parts, the module also checks that none of their files is
+If DeepSpeed stores the optimizer in parts, the module also checks that no file of a part is
 missing.
 """
 
@@ -82,7 +82,7 @@ def require_same_step(folder: Path, state: Mapping[str, Any], step: int) -> None
 
 def find_other_parts(folder: Path, *, stage: int | None, num_ranks: int) -> str | None:
     """
-    Return a clause on why a run cannot load a checkpoint's optimizer; None if it can.
+    Return the reason why a run cannot load a checkpoint's optimizer; None if it can load it.
 
     DeepSpeed's files may be missing, or may belong to another ZeRO stage or number of ranks. Only
     the names of files are checked, except for the short file `latest`.
@@ -121,6 +121,6 @@ def _yield_missing(folder: Path) -> Iterator[str]:
 
 
 def _optimizer_text(stage: int | None, num_ranks: int) -> str:
-    """Return words for how an optimizer is stored: in parts under a ZeRO stage, or as a whole."""
+    """Describe how an optimizer is stored: in parts under a ZeRO stage, or as a whole."""
     whole = "as a whole" if stage is None else "as a whole by DeepSpeed"
     return f"in {counted(num_ranks, 'part')} by ZeRO {'3' if stage == 3 else '1 or 2'}" if stage else whole

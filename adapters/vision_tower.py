@@ -22,7 +22,7 @@ from torch.utils._pytree import tree_leaves
 from packplan.core.errors import ArgumentError
 
 SEEING: WeakSet[nn.Module] = WeakSet()
-"""Language models of those models whose vision tower runs in each call."""
+"""Language models inside models whose vision tower runs in each call."""
 
 
 def parameter_names(function: Callable[..., Any]) -> set[str]:
@@ -158,9 +158,9 @@ def ensure_vision_forward(model: nn.Module, inputs: Mapping[str, Any]) -> None:
     """
     Make a model's vision tower run in every call, which is needed if ranks share its weights.
 
-    A call without images, or without videos, runs the tower on an image of *inputs*, or on a small
-    part of it, and adds the result times 0, so no output changes. Every rank has to call this
-    function, after the model is wrapped.
+    A call without images, or without videos, runs the tower on an image of *inputs* or on a small
+    part of that image. The result is added times 0, so no output changes. Every rank has to call
+    this function, after the model is wrapped.
 
     Args:
         model: Model of transformers that accepts images.

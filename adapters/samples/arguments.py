@@ -103,7 +103,7 @@ def _set_keys(section: Any, names: Sequence[str]) -> dict[str, Any]:
 
 
 def _copied(value: Any) -> Any:
-    """Return a value; a list or tuple is copied to a new list, to which ms-swift may append."""
+    """Return *value*; a list or tuple becomes a new list, to which ms-swift may append."""
     return [*value] if isinstance(value, (list, tuple)) else value
 
 
@@ -178,7 +178,7 @@ def _candidate_types(model: ModelConfig) -> tuple[Sequence[str | None], Sequence
 
 
 def _matching_types(architecture: str) -> list[str]:
-    """Return ms-swift's types of causal language models with an architecture."""
+    """Return ms-swift's types of causal language models that have *architecture*."""
     metas = [meta for meta in MODEL_MAPPING.values() if architecture in (meta.architectures or ())]
     return [meta.model_type for meta in metas if not meta.is_reward and meta.task_type in (None, "causal_lm")]
 

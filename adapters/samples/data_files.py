@@ -158,7 +158,7 @@ def _match_files(path: str) -> list[Path]:
 
 def _find_shards(folder: Path) -> list[Path]:
     """
-    Return the Parquet or Arrow files in a folder, by name, or the folder itself if it has none.
+    Return the Parquet or Arrow files in a folder, sorted by name; the folder itself if it has none.
 
     DataSetError is raised if the files belong to several splits, or the folder has too many
     entries.

@@ -44,7 +44,7 @@ _FOLDER, _NOTE = "place-", "note.json"
 
 
 def _url_key(url: str) -> str:
-    """Return a digest of a URL without its signature, which names the URL's files on disk."""
+    """Return the digest that names a URL's files on disk; the URL's signature does not count."""
     return hashlib.sha256(strip_signature(url).encode("utf-8", "surrogatepass")).hexdigest()[:32]
 
 
@@ -192,7 +192,9 @@ class MediaCache:
         """
         self.folder, self._timeouts = folder, timeouts or Timeouts()
         self._failed: dict[str, str] = {}
-        """Reason for each URL that could not be fetched; this process does not try it again."""
+        """
+        Reason for each URL that could not be fetched. This process does not try these URLs again.
+        """
 
     def path(self, url: str, *, is_video: bool = False) -> str:
         """

@@ -107,7 +107,7 @@ class SwiftEncoder:
         """
         Token that stands for images; None if the model accepts no images.
 
-        ConfigError if the template cannot encode an image.
+        ConfigError is raised if the template cannot encode an image.
         """
         return ImageTokens.from_template(self.template) if self.takes_images else None
 
@@ -182,7 +182,9 @@ class SwiftEncoder:
 
     @cached_property
     def _reference(self) -> Template:
-        """Template of `swift sft` for comparisons, unchanged since it was opened; no truncation."""
+        """
+        Template of `swift sft` for comparisons, unchanged since it was opened, without truncation.
+        """
         whole = attrs.evolve(self.config.template, truncation_strategy=None)
         return open_template(self.config.model, whole, packing_length=0, processor=self.template.processor)
 
@@ -251,7 +253,7 @@ class SwiftEncoder:
         """
         Drop the token weights of an encoded sample if all of them are 0 or 1.
 
-        RecordError is raised if other weights are not as many as the labels.
+        RecordError is raised if the number of other weights differs from the number of labels.
         """
         weights = encoded.pop("loss_scale", None)
         if weights is None or set(weights) <= {0, 1}:
@@ -384,8 +386,8 @@ class SwiftEncoder:
         first, expected = self._first_shapes[bisect.bisect_right(self.records.first_indices, index) - 1]
         if expected not in {"unknown", shape} and not {shape, expected} <= MIXABLE:
             reason = (
-                f"the record is of the shape {shape}, but {self.records.location(first)} is of the shape {expected}: a "
-                "file may have only one shape; put records of the other shape into another file"
+                f"the record has the shape {shape}, but {self.records.location(first)} has the shape {expected}: put "
+                "records of each shape into a file of their own"
             )
             raise self.record_error(index, reason)
 
@@ -413,7 +415,7 @@ class SwiftEncoder:
 
     def video_facts(self, index: int, video: Video) -> VideoFacts:
         """
-        Return a video's frame count, size and digest; RecordError for an unusable or too big one.
+        Return a video's frame count, size and digest; RecordError if it is unusable or too large.
         """
         custom = self.config.custom
         with self.records.wrap_errors(index):
@@ -423,8 +425,8 @@ class SwiftEncoder:
         if size > custom.max_video_bytes:
             reason = (
                 f"the sampled frames ({facts.width} x {facts.height}) of the video {_video_name(video)} take "
-                f"{counted(size, 'byte')}, but may take at most {custom.max_video_bytes:,}: lower "
-                "template.fps_max_frames, shrink the video, or raise custom.max_video_bytes"
+                f"{counted(size, 'byte')}, above custom.max_video_bytes, {custom.max_video_bytes:,}: lower "
+                "template.fps_max_frames, or shrink the video"
             )
             raise self.record_error(index, reason)
         return facts

@@ -46,7 +46,7 @@ log = logging.getLogger(__name__)
 _log_info_once = cache(log.info)
 
 AUDITED_ONE_IN = 512
-"""One of this many samples is also encoded in full, to check the shortcut."""
+"""One in this many samples is also encoded in full, to check the shortcut."""
 
 _MAX_AUDITED_KINDS = 64
 """Largest number of kinds whose first sample is also encoded in full, in each process."""
@@ -86,16 +86,16 @@ class SwiftMeasurer:
     A `core.ports.LengthSource` over the samples of an encoder.
 
     The shortcut measures samples from their texts and the headers of their media. Samples that the
-    shortcut does not support are encoded in full. To check the shortcut, the first sample of each
-    kind is also encoded in full in each process, and so is one in `AUDITED_ONE_IN` of all samples
-    without videos. Other samples with videos are not checked, since decoding one video takes as
-    long as counting the tokens of hundreds of samples. The first sample of each kind is also
+    shortcut does not support are encoded in full. To check the shortcut, each process also encodes
+    the first sample of each kind in full. Of all samples without videos, one in `AUDITED_ONE_IN` is
+    also encoded in full. Other samples with videos are not checked, since decoding one video takes
+    as long as counting the tokens of hundreds of samples. The first sample of each kind is also
     compared, token by token, with ms-swift's own encode of its record.
     """
 
     pool_start_s = 1.0
     """
-    Seconds that a pool of processes takes to start; none is started if it would save less time.
+    Seconds that a pool of processes takes to start. A pool is started only if it saves more time.
     """
 
     def __init__(
@@ -377,7 +377,7 @@ def _sample_kind(sample: dict[str, Any]) -> object:
 
 
 class _FullEncodeDataset(Dataset[RecordOutcome]):
-    """Data set for a DataLoader, whose items are outcomes of full encodes."""
+    """Data set for a DataLoader. Its items are outcomes of full encodes."""
 
     def __init__(self, samples: SwiftMeasurer) -> None:
         self._samples = samples

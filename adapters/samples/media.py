@@ -30,7 +30,7 @@ Encoded = Mapping[str, Any]
 DUMMY_SIZE = (56, 56)
 """
 Width and height in pixels of black images and video frames. They stand in for media while samples
-are measured, show a template's image token, and stand in for the images of ranks that have none.
+are measured, and for the images of ranks that have none. They also reveal a template's image token.
 """
 
 
@@ -45,7 +45,7 @@ class MediaKind:
     """Key of the pixels in an encoded sample."""
 
     grids: tuple[str, ...]
-    """Keys of grids, whose rows have a medium's number of patches in each dimension."""
+    """Keys of grids. A row of a grid has a medium's number of patches in each dimension."""
 
     slices: tuple[str, ...]
     """Keys of grids that have one row for each slice of a medium."""

@@ -5,9 +5,8 @@ Image sizes are read from headers; frame counts and frame rates are read from vi
 digest shows whether a file has changed.
 
 Frames are counted in a container's index, or by its packets if it has no index (mkv, webm). If this
-does not suffice, for example because the frame rate varies, the field `doubt` has the reason, and
-the video is decoded to measure it. A file that cannot be used for training is refused with a
-reason.
+does not suffice, for example because the frame rate varies, the video is decoded to measure it. The
+field `doubt` then has the reason. A file that cannot be used for training is refused with a reason.
 """
 
 import hashlib
@@ -50,8 +49,8 @@ _INDEXED = ("mp4", "avi")
 
 _JITTER = 1
 """
-Largest difference between the distances of successive frames, in units of the container's time
-base, that counts as rounding.
+Largest difference between frame distances that counts as rounding, in units of the container's time
+base.
 """
 
 _LOST_S = 0.5
@@ -159,8 +158,8 @@ class VideoFacts:
 
     head: int
     """
-    First eight bytes, as an int64, of a SHA-256 over the first and last 64 KiB of the video's file,
-    or over the size and these parts of each frame's file.
+    First eight bytes of a SHA-256, as an int64. For a video file, the SHA-256 covers the first and
+    last 64 KiB. For listed frames, it covers the size and these parts of each frame's file.
     """
 
     doubt: str | None = None
@@ -305,7 +304,7 @@ class _Container:
         raise self._refusal("has no frame that can be decoded")
 
     def _count_by_index(self, stream: Any) -> tuple[int, str | None]:
-        """Return the frame count of the container's index, and a reason to doubt it or None."""
+        """Return the frame count of the container's index, and a reason to doubt it, or None."""
         entries = stream.index_entries
         shown = [entry for entry in entries if not entry.is_discard]
         if any(entry.pos + entry.size > self.size for entry in shown):
@@ -316,7 +315,9 @@ class _Container:
         return len(entries), self._rate_doubt(stream, times)
 
     def _count_by_packets(self, stream: Any, packets: Iterator[Any], seconds: float) -> tuple[int, str | None]:
-        """Return the number of packets, 0 if one has no time, and a reason to doubt it or None."""
+        """
+        Return the number of packets (0 if one has no time), and a reason to doubt it, or None.
+        """
         times = []
         for packet in packets:
             if not packet.size:
@@ -359,7 +360,7 @@ def _count_quarter_turns(frame: Any) -> int:
 
 
 def open_video(path: str) -> Any:
-    """Open a video file and return its PyAV container; FFmpeg may not follow links to URLs."""
+    """Open a video file, and return its PyAV container. FFmpeg does not follow links to URLs."""
     import av
 
     return av.open(path, options={"protocol_whitelist": "file"})

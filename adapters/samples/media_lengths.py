@@ -1,17 +1,17 @@
 """
 Computes the tokens and patches of images and videos from their sizes, without their pixels.
 
-For images there are two methods: the arithmetic of qwen_vl_utils, by which ms-swift resizes images
-for templates like Qwen-VL's, and the numbers that the processor computes for a size. The method of
-a template is the first that agrees with encoded images of several sizes. Width and height are those
-in the header, since ms-swift ignores EXIF orientation.
+For images there are two methods. One is the arithmetic of qwen_vl_utils, by which ms-swift resizes
+images for templates like Qwen-VL's. The other takes the numbers that the processor computes for a
+size. The method of a template is the first that agrees with encoded images of several sizes. Width
+and height are read from the header, since ms-swift ignores EXIF orientation.
 
 For videos, the arithmetic of qwen_vl_utils gives the number of sampled frames and their scaled
 size. Two frames make one layer of patches. Qwen3-VL writes the time of each layer as text in front
 of it, and the tokens of this text are counted too.
 
-All costs are differences from a stand-in of the same kind, so that the tokens that mark media, and
-a processor's constant costs, cancel out.
+All costs are differences from a stand-in of the same kind. So the tokens that mark media, and the
+constant costs of a processor, cancel out.
 """
 
 from __future__ import annotations
@@ -54,8 +54,8 @@ class ImageCosts:
 
     cost: Callable[[int, int], Measurement]
     """
-    Function from width and height in pixels to the cost of an image; ValueError if ms-swift refuses
-    that size.
+    Function that returns the cost of an image from its width and height in pixels; ValueError if
+    ms-swift refuses that size.
     """
 
     def extra_cost(self, width: int, height: int) -> Measurement:
@@ -103,7 +103,7 @@ def _processor_cost(processor: Any, unit: int, most: int | None, width: int, hei
 
 
 def _image_cost_methods(template: Template, stand_in: Measurement) -> Iterator[ImageCosts]:
-    """Yield methods to try for a template; *stand_in* measures a sample with one stand-in image."""
+    """Yield methods to try; *stand_in* is the measurement of a sample with one stand-in image."""
     processor, most = template.processor, template.max_pixels
     images: Any = getattr(processor, "image_processor", None)
     patch: Any = getattr(images, "patch_size", None)
@@ -135,8 +135,8 @@ class VideoCosts:
         """
         Return the method for a template; None if the costs of videos cannot be computed.
 
-        Costs cannot be computed if the template reads no videos, if its limits allow no size for
-        the test frames, or if the computed cost of a black video differs from that of a full
+        None is returned if the template reads no videos, or if its limits allow no size for the
+        test frames. None is also returned if the computed cost of a black video differs from a full
         encode.
 
         Args:

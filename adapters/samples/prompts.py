@@ -25,13 +25,13 @@ class Prompts:
     """
     Data set of prompts, in which each prompt has the index of its record.
 
-    Each item is a dict in which `prompt` has all messages of the record except the last, and
-    `answer` is the text of the last message. `record` is the record as it was read. For a vision
-    model, the item also has the record's `images`.
+    Each item is a dict. `prompt` has all messages of the record except the last. `answer` is the
+    text of the last message. `record` is the record as it was read. For a vision model, the item
+    also has the record's `images`.
 
     Reward functions get all keys except `prompt` as arguments. If a TRL record has a `prompt` but
-    no answer, the prompt's messages are used unchanged, or its text as one user message, and
-    `answer` is empty.
+    no answer, `answer` is empty. The prompt's messages are then used unchanged, and a prompt that
+    is a text becomes one user message.
     """
 
     def __init__(self, records: FileRecords, custom: CustomConfig, *, system: str | None, sees: bool) -> None:
@@ -78,7 +78,7 @@ class Prompts:
         if "images" in sample and not self._sees:
             fail("has images, but the model reads text only: name a vision model in model.model")
         if not any(message["role"] == "user" for message in messages):
-            fail("has no question before its last message")
+            fail("has no question before its last message: add a user message")
         if self._system and messages[0]["role"] != "system":
             messages = [{"role": "system", "content": self._system}, *messages]
         return [{name: message[name] for name in ("role", "content")} for message in messages], last["content"]

@@ -1,7 +1,7 @@
 """
 Reads remote files through fsspec: http, S3, Google Cloud, Hugging Face, Azure.
 
-fsspec's libraries find credentials by their own rules; no message shows credentials.
+fsspec's libraries find credentials by their own rules. No message shows credentials.
 """
 
 import errno

@@ -51,7 +51,7 @@ STAND_INS: Mapping[str, Any] = {
     "image": Image.new("RGB", DUMMY_SIZE),
     "video": [Image.new("RGB", DUMMY_SIZE)] * FRAMES_PER_LAYER,
 }
-"""Black image or video that stands in for a medium, by the kind of medium."""
+"""Black image and black video that stand in for media, by the kind of medium."""
 
 _FIND_TAG = re.compile("|".join(map(re.escape, Template.special_tokens))).search
 

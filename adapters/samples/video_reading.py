@@ -1,6 +1,6 @@
 """
-Chooses and decodes video frames with qwen_vl_utils and decord. The YAML's section `template` sets
-which frames.
+Chooses video frames as the YAML's section `template` says, and decodes them with qwen_vl_utils and
+decord.
 
 decord 0.6 fails on videos whose container rotates them by a quarter turn. Such videos are read with
 PyAV, at the same frame indices. If qwen_vl_utils uses another reader, such as an installed
@@ -53,7 +53,7 @@ def decord_fault() -> str | None:
     """
     Return why decord does not read videos on this machine, or None if it does.
 
-    The frames of a video can be counted without decoding only as decord counts them.
+    Frames that are counted without decoding are counted as decord counts them.
     """
     found = vision_process.get_video_reader_backend()
     if found == READER:
@@ -141,7 +141,10 @@ def _decode_all(path: str) -> None:
 
 
 def _read_video(element: dict[str, Any]) -> tuple[torch.Tensor, dict[str, Any], float]:
-    """Return sampled frames (frames, 3, height, width), metadata, and sampled frames a second."""
+    """
+    Return sampled frames, their metadata, and their number a second. The frames have the shape
+    (frames, 3, height, width).
+    """
     path = element["video"]
     if quarter_turns(path) % 2 == 0:
         read: tuple[torch.Tensor, dict[str, Any], float] = vision_process._read_video_decord(element)  # noqa: SLF001

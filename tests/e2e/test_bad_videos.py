@@ -105,7 +105,7 @@ def bad_videos(folder: Path) -> dict[str | tuple[str, str], str]:
         "playlist.mp4": "playlist.mp4 cannot be read",
         "one.mp4": "one.mp4 cannot be sampled: it has 1 frame, but needs 2",
         "flat.mp4": "flat.mp4 cannot be sampled: frames of 1616 x 8: ",
-        "large.mp4": "lower template.fps_max_frames, shrink the video, or raise custom.max_video_bytes",
+        "large.mp4": "above custom.max_video_bytes, 3,000,000: lower template.fps_max_frames, or shrink the video",
         "sound.mp4": "has no video",
         "count.mp4": "claims 4,000,000,000 frames",
         "8k.avi": "(7680 x 4320)",

@@ -30,7 +30,7 @@ of its text, not of its value.
 
 
 _KEPT: set[int] = set()
-"""File descriptors that stay open; if `_most_kept` are open, a file is opened for each read."""
+"""File descriptors that stay open, at most `_most_kept`. Other files are opened for each read."""
 
 _TOO_LONG = "a number with more than 4,300 digits is too large: write it as text, in quotes"
 """Reason that replaces Python's message, which names a function of `sys`."""
@@ -162,7 +162,7 @@ def _parse_record(text: bytes) -> Any:
             json.dumps(value, ensure_ascii=False).encode()
     except UnicodeEncodeError as error:
         half = ascii(error.object[error.start]).strip("'")
-        reason = f"the record has {half} without its other half: write the whole pair, or remove it"
+        reason = f"the record has the unpaired surrogate {half}: write the whole pair, or remove it"
         raise ValueError(reason) from None
     except UnicodeDecodeError:
         raise ValueError("the record is not UTF-8 text") from None

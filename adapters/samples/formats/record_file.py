@@ -191,7 +191,8 @@ class RecordFile:
             raise DataSetError(f"{reason}: put the data in a folder that all machines share") from None
         if (here := self._cache.sizes) != sizes:
             raise DataSetError(
-                f"{where} has {counted(sum(here), 'byte')} on a node, but {sum(sizes):,} where the run started"
+                f"{where} has {counted(sum(here), 'byte')} on a node, but {sum(sizes):,} where the run started: "
+                "use the same file on all machines"
             )
 
     def __len__(self) -> int:

@@ -1,10 +1,10 @@
 """
 Copies files that allow no random access: Parquet as Arrow, all other files as JSON Lines.
 
-Each line of a copy is one line of the original file, or one row of its array or table, so that
-messages can name the place in the original. A copy is named by the digest of the original, and
-published by a rename, so that a reader finds a whole copy or none. The digest is cached, so that a
-later start need not read an unchanged file.
+Each line of a copy is one line of the original file, or one row of its array or table. So messages
+can name the place in the original. A copy is named by the digest of the original. It is published
+by a rename, so that a reader finds a whole copy or none. The digest is cached, so that a later
+start need not read an unchanged file.
 """
 
 import contextlib
@@ -102,7 +102,7 @@ def make_copy(path: Path, cache: Path | None, *, kind: str, name: str) -> Path:
 
 
 def copy_fault(path: Path, copy: Path) -> str | None:
-    """Return which of a file and its copy has changed, or None; both are read in full."""
+    """Return a message if a file or its copy has changed, else None; both are read in full."""
     if not copy.name.startswith(_compute_digest(path)[:32]):
         return "the file has changed since its copy was made, although its size and times are the same"
     written = files.read_manifest(copy.with_suffix(".json"), _SCHEMA)
