@@ -229,6 +229,16 @@ def append_bytes(path: Path, data: bytes | memoryview) -> None:
         os.fsync(file.fileno())
 
 
+def hash_file(path: Path, bar: Any) -> str:
+    """Return the SHA-256 of a file in hex, and move a progress bar by the bytes that are read."""
+    digest = hashlib.sha256()
+    with path.open("rb") as file:
+        while chunk := file.read(2**20):
+            digest.update(chunk)
+            bar.update(len(chunk))
+    return digest.hexdigest()
+
+
 def sync_folder(folder: Path) -> None:
     """Flush a folder's entries to disk, so that renames in the folder survive a crash."""
     descriptor = os.open(folder, os.O_RDONLY)

@@ -12,11 +12,11 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Collection, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from contextvars import ContextVar, copy_context
 from functools import cached_property, partial, wraps
 from itertools import accumulate, pairwise
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 import attrs
 import numpy as np
@@ -24,6 +24,8 @@ import torch
 
 from packplan.adapters.attention.shares import RowShare
 from packplan.core.errors import PackplanError
+
+T = TypeVar("T")
 
 PADDINGS: tuple[Padding, ...] = ("left of", "between")
 
@@ -268,13 +270,18 @@ def row_inside_model() -> PackedRow | None:
 
 
 @contextmanager
-def using_row(row: PackedRow | None) -> Iterator[None]:
-    """Make *row* the current row inside this context."""
-    token = _ROW.set(row)
+def hold_variable(variable: ContextVar[T], value: T) -> Iterator[None]:
+    """Give a context variable a value inside this context, then restore its earlier value."""
+    token = variable.set(value)
     try:
         yield
     finally:
-        _ROW.reset(token)
+        variable.reset(token)
+
+
+def using_row(row: PackedRow | None) -> AbstractContextManager[None]:
+    """Make *row* the current row inside this context."""
+    return hold_variable(_ROW, row)
 
 
 def _checkpoint_with_row(
@@ -367,10 +374,9 @@ def _split_by_sample(value: Any, row: PackedRow) -> list[Any]:
     Return the value of an argument for each sample. A tensor whose axis 0 or 1 is the row is split
     into the samples' tokens; any other value is repeated unchanged.
     """
-    if isinstance(value, torch.Tensor) and value.dim() >= 2 and value.shape[1] == len(row.sample_ids):
-        return list(torch.split(value, list(row.lengths), 1))
-    if isinstance(value, torch.Tensor) and value.dim() >= 1 and value.shape[0] == len(row.sample_ids):
-        return list(torch.split(value, list(row.lengths), 0))
+    for axis in (1, 0) if isinstance(value, torch.Tensor) else ():
+        if value.dim() > axis and value.shape[axis] == len(row.sample_ids):
+            return list(torch.split(value, list(row.lengths), axis))
     if type(value) in (tuple, list) and value:
         return [type(value)(items) for items in zip(*(_split_by_sample(item, row) for item in value), strict=True)]
     if type(value) is dict:

@@ -41,6 +41,7 @@ from packplan.adapters.attention import NAME, ROWS_NAME, attention_names
 from packplan.adapters.attention.packed_row import (
     PackedRow,
     current_row,
+    hold_variable,
     read_row,
     restore_rows_on_recompute,
     using_row,
@@ -64,15 +65,6 @@ _KEEPS_PART: ContextVar[bool] = ContextVar("keeps_part", default=False)
 """Whether the input of the model's head is this rank's part of the row instead of the whole row."""
 
 
-@contextmanager
-def _hold(variable: ContextVar[Any], value: Any) -> Iterator[None]:
-    token = variable.set(value)
-    try:
-        yield
-    finally:
-        variable.reset(token)
-
-
 def sharing_by(degree: int | None) -> AbstractContextManager[None]:
     """
     Inside this context, let *degree* ranks share each row, whatever the row's length.
@@ -82,7 +74,7 @@ def sharing_by(degree: int | None) -> AbstractContextManager[None]:
             whole rows, as a reference for shared rows. With None, the number of ranks depends on
             the row's length.
     """
-    return _hold(_DEGREE, degree)
+    return hold_variable(_DEGREE, degree)
 
 
 @attrs.frozen(eq=False)
@@ -214,7 +206,7 @@ def share_rows(model: Any, groups: RowGroups, *, logits: bool = False) -> None:
                 return original(*arguments, **options)
             _, share = divide_row(row, group)
             keep, targets = _select_targets(given, share)
-            with _hold(_KEEPS_PART, value=True):
+            with hold_variable(_KEEPS_PART, value=True):
                 output = original(**{**given, "labels": None} | ({} if keep is None else {"logits_to_keep": keep}))
         own = F.cross_entropy(output["logits"][0].float(), targets, ignore_index=IGNORED_LABEL, reduction="sum")
         num_items = given.get("num_items_in_batch")

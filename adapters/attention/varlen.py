@@ -9,8 +9,8 @@ batches, generation with a cache) are computed by transformers' sdpa with its ow
 import inspect
 import logging
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import AbstractContextManager
 from contextvars import ContextVar
 from functools import cache, partial
 from typing import Any, cast
@@ -29,7 +29,7 @@ from transformers.masking_utils import (
 )
 
 from packplan.adapters.attention.layout import Layout, MaskFunction, read_layout
-from packplan.adapters.attention.packed_row import PackedRow, current_row, row_inside_model
+from packplan.adapters.attention.packed_row import PackedRow, current_row, hold_variable, row_inside_model
 from packplan.core.errors import ArgumentError, PackplanError
 
 log = logging.getLogger(__name__)
@@ -418,17 +418,12 @@ def fused_arguments(
     }
 
 
-@contextmanager
-def tracing_as_on_gpu() -> Iterator[None]:
+def tracing_as_on_gpu() -> AbstractContextManager[None]:
     """
     Inside this context, treat tensors outside of GPUs as if they were on a GPU that supports
     `varlen_attn`.
     """
-    token = _TRACED.set(_CAPABILITY)
-    try:
-        yield
-    finally:
-        _TRACED.reset(token)
+    return hold_variable(_TRACED, _CAPABILITY)
 
 
 def _gpu_capability(device: torch.device) -> tuple[int, int] | None:

@@ -6,11 +6,12 @@ The caller chooses the training data and their order.
 
 import time
 from collections.abc import Callable, Sequence
+from itertools import cycle
 from typing import Any
 
 import attrs
 import torch
-from swift.trainers.patcher import PrinterCallbackNew, ProgressCallbackNew
+from swift.trainers.patcher import ProgressCallbackNew
 from transformers import TrainerCallback
 
 from packplan.core.forecast import Calibration, MeasuredStep, StepFlops
@@ -81,8 +82,7 @@ def measure_steps(
         clock: Function that returns the current time in seconds.
     """
     clocked = StepClock(trainer, clock)
-    for printing in (PrinterCallbackNew, ProgressCallbackNew):
-        trainer.remove_callback(printing)
+    trainer.remove_callback(ProgressCallbackNew)  # the console, which derives from it
     trainer.add_callback(clocked)
     trainer.train()
     steps = pair_with_flops(terms, clocked.step_s)
@@ -100,9 +100,5 @@ def pair_with_flops(terms: StepFlops, seconds: Sequence[float]) -> list[Measured
         terms: FLOPs of the steps of an epoch.
         seconds: Seconds of each step, over one or more epochs.
     """
-    busiest, counts = terms.busiest_flops().tolist(), terms.counts.tolist()
-    found = []
-    for number, one in enumerate(seconds):
-        text, attention, vision = busiest[number % len(busiest)]
-        found.append(MeasuredStep(counts[number % len(counts)], text, attention, vision, one))
-    return found
+    steps = zip(cycle(terms.counts.tolist()), cycle(terms.busiest_flops().tolist()), seconds, strict=False)
+    return [MeasuredStep(count, text, attention, vision, one) for count, (text, attention, vision), one in steps]

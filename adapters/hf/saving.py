@@ -5,7 +5,6 @@ Safe checkpoints of trainers on packs: digests of files, a check of weights, sav
 checkpoint before a resumed run loads it.
 """
 
-import hashlib
 import json
 import logging
 import os
@@ -22,7 +21,7 @@ import torch
 from transformers import TrainerCallback, TrainerControl, TrainerState
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
-from packplan.adapters.files import wrap_save_errors
+from packplan.adapters.files import hash_file, wrap_save_errors
 from packplan.adapters.finite import not_finite_error
 from packplan.adapters.models import is_ruined, root_mean_square
 from packplan.adapters.progress import BRIEF_S, progress
@@ -252,13 +251,6 @@ def _hash_files(folder: Path, names: Iterable[str], *, share: int, num_shares: i
     # From the largest file to the smallest, so that shares have about equally many bytes.
     sizes = {name: (folder / name).stat().st_size for name in names}
     mine = sorted(sizes, key=lambda name: (-sizes[name], name))[share::num_shares]
-    total, digests = sum(sizes[name] for name in mine), {}
+    total = sum(sizes[name] for name in mine)
     with progress(total=total, desc=f"hashing {folder.name}", unit=" bytes", leave=False, delay=BRIEF_S) as bar:
-        for name in mine:
-            digest = hashlib.sha256()
-            with (folder / name).open("rb") as content:
-                while chunk := content.read(2**20):
-                    digest.update(chunk)
-                    bar.update(len(chunk))
-            digests[name] = digest.hexdigest()
-    return digests
+        return {name: hash_file(folder / name, bar) for name in mine}

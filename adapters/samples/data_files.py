@@ -105,10 +105,7 @@ def file_faults(paths: Iterable[str]) -> Iterator[str]:
             files += found
         except DataSetError as error:
             yield str(error)
-    try:
-        _refuse_duplicates(files)
-    except DataSetError as error:
-        yield str(error)
+    yield from _duplicate_faults(files)
 
 
 def _require_data_path(path: Path) -> None:
@@ -192,15 +189,15 @@ def short_names(paths: Sequence[str]) -> dict[str, str]:
     return {path: end if ends[end := Path(path).name] == 1 else path for path in paths}
 
 
-def _refuse_duplicates(files: list[Path]) -> None:
-    """Raise DataSetError if a file is named twice, or together with its compressed form."""
+def _duplicate_faults(files: list[Path]) -> Iterator[str]:
+    """Yield a message for each file that is named twice, or together with its compressed form."""
     known: dict[Path, Path] = {}
     for path in files:
         if (twin := known.setdefault(path.resolve(), path)) is not path:
-            raise DataSetError(f"{path} is named twice, once as {twin}: its records would be trained twice; remove one")
+            yield f"{path} is named twice, once as {twin}: its records would be trained twice; remove one"
     for path in files:
         if path.suffix.lower() in _COMPRESSED and (plain := known.get(path.with_suffix("").resolve())):
-            raise DataSetError(f"{plain} and {path} are the same data, one of them compressed: name one of them")
+            yield f"{plain} and {path} are the same data, one of them compressed: name one of them"
 
 
 def _file_origin(path: Path) -> tuple[str, str]:

@@ -139,13 +139,9 @@ def _cached_digest(path: Path, cache: Path) -> str:
 
 def _compute_digest(path: Path) -> str:
     """Read a whole file, with a progress bar, and return its SHA-256 in hex."""
-    digest, size = hashlib.sha256(), path.stat().st_size
-    bar = progress(total=size, desc=f"reading {path.name}", unit=" bytes", leave=False, delay=BRIEF_S)
-    with path.open("rb") as file, bar:
-        while chunk := file.read(_CHUNK):
-            digest.update(chunk)
-            bar.update(len(chunk))
-    return digest.hexdigest()
+    size = path.stat().st_size
+    with progress(total=size, desc=f"reading {path.name}", unit=" bytes", leave=False, delay=BRIEF_S) as bar:
+        return files.hash_file(path, bar)
 
 
 def _jsonl_blocks(path: Path, kind: str, name: str) -> Iterator[bytes]:
