@@ -34,7 +34,7 @@ WARM_UP = 500
 """Samples that are packed before the clock starts, so that late imports are done."""
 
 _BOUND_STEPS = 100_000_000
-"""Limit of the search for the bound that gaps are measured against: about half a minute."""
+"""Maximum number of steps of the search for the bound that gaps are measured against."""
 
 DEFAULT_SAMPLES = (10_000, 100_000, 1_000_000, 10_000_000)
 

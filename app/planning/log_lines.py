@@ -230,7 +230,9 @@ def _length_warnings(planned: PlannedSplit) -> Iterator[str]:
         )
     if number := len(raw.skipped_long):
         yield (
-            f"{counted(number, 'sample')} ({counted(raw.skipped_tokens, 'token')}) {verb_for(number, 'has', 'have')} "
-            f"{limit:,} tokens or more and {verb_for(number)} skipped: {format_ranges(raw.skipped_long, most=SHOWN)}; "
+            f"{counted(number, 'sample')} ({number / raw.num_samples:.2%} of all; "
+            f"{counted(raw.skipped_tokens, 'token')}, {raw.skipped_tokens / raw.num_tokens:.2%} of all) "
+            f"{verb_for(number, 'has', 'have')} {limit:,} tokens or more and {verb_for(number)} skipped: "
+            f"{format_ranges(raw.skipped_long, most=SHOWN)}; "
             "raise template.max_length, lower template.max_pixels, or set training.packing_allow_single_long: true"
         )

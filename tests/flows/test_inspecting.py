@@ -137,13 +137,14 @@ def test_show_warns_of_what_training_would_refuse_or_do_otherwise(store, said, s
     """Another system prompt, another ratio, a ragged window, dropped tokens, an unchecked store."""
     path = store(repeatability=False, training={"packing_min_fill_ratio": 1.0, "packing_allow_single_long": False})
     keys = {"packing_min_fill_ratio": 0.5, "effective_batch_size": 32}
+    long = [length for length in LENGTHS if length >= 80]
     warnings = "\n".join(shown(changed(path, template={"system": "Another."}, training=keys))["warnings"])
 
     for words in (
         "template.system was unset, now 'Another.'",
         "training would plan again, since a setting has changed: min_fill_ratio was '1.0', now '0.5'",
         "filled below 1.0 are dropped",
-        "are skipped",
+        f"% of all; {sum(long):,} tokens, {sum(long) / sum(LENGTHS):.2%} of all) have 80 tokens or more and are",
         "no sample has been encoded a second time yet",
         "in the last step of each epoch, each rank trains",
     ):
