@@ -44,7 +44,7 @@ _MOST_JSON = 2**28
 """Largest size in bytes of a model's JSON file; tokenizer files have tens of MiB."""
 
 _SAMPLED, _MOST_SAMPLED = 256, 256
-"""Largest number of bytes that a digest reads from each weight, and of weights that it reads."""
+"""Largest number of bytes that a digest reads from a weight, and largest number of such weights."""
 
 _DIGITS = 12
 """Number of hexadecimal digits of a digest that a message shows."""
@@ -188,7 +188,7 @@ def _require_end_tokens(path: Path) -> None:
         raise _damage_error(path, f"cannot be read ({error})", "copy it again") from None
     ends = content.get("eos_token_id") if isinstance(content, Mapping) else content
     if ends is not None and not all(type(end) is int for end in (ends if isinstance(ends, list) else [ends])):
-        reason = f"has eos_token_id {str(ends)[:40]} in {path}, which is neither a token id nor a list of them"
+        reason = f"has eos_token_id {str(ends)[:40]} in {path}, which is neither a token id nor a list of token ids"
         raise ConfigError.for_key("model.model", reason)
 
 

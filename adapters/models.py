@@ -1,5 +1,5 @@
 """
-Saves and restores a model's mode and buffers and the random states; computes gradient norms.
+Saves and restores a model's mode, its buffers and the random states. Computes gradient norms.
 
 Weights are also checked before they are saved, by the root mean square of the trained weights.
 

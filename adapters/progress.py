@@ -147,7 +147,7 @@ class TrainingBar:
 
 class _HostLines(logging.Handler):
     """
-    Handler for programs without logging: Python's own last handler, with a name before each line.
+    Handler for programs that set up no logging: Python's last resort, with a name before each line.
     """
 
     def emit(self, record: logging.LogRecord) -> None:

@@ -101,7 +101,7 @@ class ReportedPlan:
             yield _histogram(("Samples of a pack", text), "samples", {"packs": sizes}, edges)
         if self.works is not None:
             edges, mean, busiest = self.works
-            text = "FLOPs of the mean rank, and how many more the busiest rank needs; all others wait for that rank."
+            text = "FLOPs of the mean rank, and additional FLOPs of the busiest rank, for which all others wait."
             parts = {"mean rank": mean, "more on the busiest rank": busiest - mean}
             yield _stacked_chart(("Work of each step", text), "steps", parts, edges)
 

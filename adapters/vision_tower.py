@@ -59,7 +59,7 @@ class DummyImage:
     @classmethod
     def from_inputs(cls, model: nn.Module, inputs: Mapping[str, Any]) -> DummyImage | None:
         """
-        Build a dummy image from inputs of a model; None if no part of it computes image features.
+        Build a dummy image from inputs of a model; None if the model computes no image features.
 
         Args:
             model: Model that accepts images.

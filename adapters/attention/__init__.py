@@ -4,7 +4,7 @@ Attention over packed rows, in which each sample attends only to itself.
 `set_varlen_attention` makes a model use the attention functions of this package. Inside
 `using_native_attention`, the model uses transformers' own attention, which computes reference
 results. `layout` finds the blocks of a row, and `varlen` attends within these blocks.
-`project_patches` makes vision towers faster.
+`project_patches` speeds up the patch embedding of vision towers.
 """
 
 import inspect
@@ -83,7 +83,7 @@ def set_varlen_attention(model: Any, *, name: str = NAME) -> None:
 
 
 def attention_names(config: Any) -> dict[str, str]:
-    """Return the attention name of a configuration, under "", and of each sub-configuration."""
+    """Return the attention name of a configuration (under "") and of each sub-configuration."""
     parts = {"": config, **{name: getattr(config, name, None) for name in config.sub_configs}}
     return {name: part._attn_implementation for name, part in parts.items() if part is not None}  # noqa: SLF001  # has no public name
 

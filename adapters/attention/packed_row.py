@@ -228,7 +228,7 @@ def read_row(position_ids: torch.Tensor | None, attention_mask: torch.Tensor | N
         return None
     if position_ids.dim() == 3 and position_ids.shape[0] != 4:
         if position_ids.shape[0] == 3 and attention_mask is None:
-            message = "position_ids need the text positions as their first row, by which the samples of a row are found"
+            message = "position_ids need the text positions as their first row, to find samples: pass 4 rows"
             raise PackplanError(message)
         return None
     text = position_ids.reshape(-1, position_ids.shape[-1])[0]
@@ -358,7 +358,7 @@ def _forward_by_sample(plain: Callable[..., Any]) -> Callable[..., Any]:
     def forward(*arguments: Any, **options: Any) -> Any:
         row = row_inside_model()
         if row is not None and row.share is not None:
-            raise PackplanError("the model has layers that carry a state along the row, so ranks cannot share it")
+            raise PackplanError("layers of the model carry a state along the row, so ranks cannot share the row")
         if row is None or len(row.lengths) == 1:
             return plain(*arguments, **options)
         options = {name: value for name, value in options.items() if not name.startswith(_BOUNDARIES)}

@@ -1,5 +1,5 @@
 """
-Rows that several ranks compute together, each rank a part of the row.
+Rows that several ranks compute together: each rank computes a part of every row.
 
 `share_rows` makes a model compute this rank's part of each row. All ranks of a group call the model
 with the same row. Before the decoder, the row is divided, and each rank continues with its own
@@ -105,7 +105,7 @@ class RowGroups:
         Args:
             degrees: Numbers of ranks that share a row, in any order and with repeats.
             timeout: Maximum time of a collective within a group.
-            packing_length: See the class.
+            packing_length: Value of the field `packing_length`.
         """
         sizes = sorted({int(degree) for degree in degrees if degree > 1})
         if not sizes:
@@ -279,8 +279,9 @@ def _select_targets(given: dict[str, Any], share: RowShare) -> tuple[torch.Tenso
     Return a mask of this rank's tokens whose logits are needed (None for all), and the targets of
     these tokens.
 
-    If `logits_to_keep` is a tensor, as in calls of ms-swift, only kept tokens have labels. Kept
-    token k then has the target of label k + 1. Otherwise, every token has a label.
+    If `logits_to_keep` is a tensor, as in calls of ms-swift, only kept tokens have labels. The
+    target of a kept token is then the label of the next kept token. Otherwise, every token has a
+    label.
     """
     keep, following = given.get("logits_to_keep"), F.pad(given["labels"][0, 1:], (0, 1), value=IGNORED_LABEL)
     targets = following.new_full((share.num_positions,), IGNORED_LABEL)
@@ -454,7 +455,7 @@ def context_parallel(model: Any, *, layout: PackedLayout, group: dist.ProcessGro
     """
     ranks: Any = group or dist.group.WORLD
     if layout.cp_size != ranks.size():
-        raise ValueError(f"the layout is for {layout.cp_size} ranks, but the group has {ranks.size()}")
+        raise ValueError(f"the layout is for {layout.cp_size} ranks, but the group has {ranks.size()}: set its cp_size")
     model = getattr(model, "module", model)
     arrays = (layout.positions(ranks.rank()), layout.restore, layout.sequence)
     own, restore, sequence = (torch.as_tensor(array, device=model.device) for array in arrays)

@@ -384,10 +384,10 @@ def why_not_fused(
     half = dtype in (torch.bfloat16, torch.float16)
     reasons = {
         "the model is not on a CUDA GPU": capability is None,
-        f"it computes in {str(dtype).removeprefix('torch.')}; training.bf16: true is faster": not half,
+        f"the model computes in {str(dtype).removeprefix('torch.')}; training.bf16: true is faster": not half,
         "attention weights are dropped": dropout > 0,
         "the model's mask is neither causal nor a window": layout.masks is not None,
-        f"attention heads have a size of {size}": size > _HEAD_SIZE or size % _HEAD_STEP != 0,
+        f"attention heads have the unsupported size {size}": size > _HEAD_SIZE or size % _HEAD_STEP != 0,
         f"the GPU has compute capability {capability}, below {_CAPABILITY}": (capability or _CAPABILITY) < _CAPABILITY,
     }
     return next((reason for reason, holds in reasons.items() if holds), None)

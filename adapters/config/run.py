@@ -32,7 +32,7 @@ _OWN_KEYS = {field.name for field in attrs.fields(TrainingConfig)} - {"trainer"}
 """Keys of `training.` that Packplan itself reads; all others are passed on to the trainer."""
 
 _REQUIRED = {"template": {}, "custom": {}, "model": {"model": "unset"}, "training": {"output_dir": "unset"}}
-"""For each section, values that stand in for faulty values of keys without a default."""
+"""For each section, stand-ins for faulty values of keys that have no default."""
 
 _FAULTS: Mapping[type, Callable[[Any], Iterator[Fault]]] = {RunConfig: run_faults, RlConfig: rl_faults}
 """For each configuration class, a function that yields faults that types cannot express."""
@@ -128,7 +128,7 @@ def _build_config(document: Mapping[str, Any], kind: type[T], source: str, advis
 
 
 def _without_advised(faults: Iterable[Fault]) -> Iterator[Fault]:
-    """Yield faults, without unset keys that the fault of another key says to write."""
+    """Yield faults, except those of unset keys that another fault already advises to write."""
     faults = tuple(faults)
     words = {(one.path, word.strip(",?")) for one in faults for word in " ".join(_ADVICE.findall(one.reason)).split()}
     advised = {key for path, word in words for key in (word, f"{path.rpartition('.')[0]}.{word}")}

@@ -54,7 +54,7 @@ def structure_document(
         document: Keys and sections of a YAML document.
         kind: Frozen class of the object.
         advise: Function that returns the fault and a remedy for a key that the class does not have.
-        required: Values that stand in for faulty values of keys without a default.
+        required: Stand-ins for faulty values of keys that have no default.
     """
     try:
         return _CONVERTER.structure(document, kind), []

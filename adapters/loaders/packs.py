@@ -187,7 +187,7 @@ class PackInputs:
             return {**batch, PACK: pack.pack}
         tokens, mask = batch[TOKENS], batch.get(ATTENTION)
         if mask is None and len(tokens) > 1:
-            fact = "the collator pads rows, but returns no attention_mask that marks padding"
+            fact = "the collator pads rows, but returns no attention_mask: return a mask that is 0 at padding"
             raise ArgumentError("host", fact, {"rows": len(tokens)})
         mask = torch.ones_like(tokens) if mask is None else mask
         planned, found = pack.lengths, mask.sum(1).tolist()

@@ -131,7 +131,7 @@ def _require_separable(_: Any, __: Any, loss: Any) -> None:
 
 @attrs.frozen(kw_only=True)
 class _SequenceFields:
-    """Names of the data's fields, and which dimension of each field runs along the sequence."""
+    """Names of the data's fields, and the dimension of each field that runs along the sequence."""
 
     input_key: str = "input_ids"
     """Name of the field with the tokens, of shape (num_sequences, width)."""

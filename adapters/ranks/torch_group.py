@@ -262,7 +262,7 @@ def _await_readers(store: Store, key: str, world_size: int) -> None:
     try:
         store.wait(acknowledged, timedelta(seconds=_ACKNOWLEDGE_S))
     except dist.DistStoreError:
-        log.warning("some ranks did not receive the reason why the run ends within %.0f s", _ACKNOWLEDGE_S)
+        log.warning("some ranks did not receive within %.0f s the reason why the run ends", _ACKNOWLEDGE_S)
 
 
 def _error_text(error: BaseException) -> str:

@@ -35,8 +35,9 @@ def find_difference(
     Args:
         template: Template of ms-swift, unchanged since it was opened.
         record: Record of the data file.
-        sample: Messages and media that the run makes of the record. ms-swift's encode uses its
-            media and weights. If ms-swift cannot read the record, its texts are used too.
+        sample: Messages and media that the run makes of the record. ms-swift's encode uses the
+            media and weights of this sample. If ms-swift cannot read the record, the texts of this
+            sample are used too.
         encoded: Encoded sample of the run.
         columns: New name of each renamed key of the data; None for a key that is ignored.
     """

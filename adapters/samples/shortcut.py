@@ -1,5 +1,5 @@
 """
-Measures many samples in one call without encoding each of them, which is called the shortcut.
+The shortcut: measures many samples in one call without encoding each of them.
 
 ms-swift's template splits a sample into pieces of text, each of which is trained or not. The
 tokenizer counts the tokens in the pieces of many samples in one call. The costs of images and
