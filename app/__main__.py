@@ -1,8 +1,9 @@
 """
 Plan packs, and train them: `packplan COMMAND ...`.
 
-`packplan COMMAND --help` describes a command. The exit status is 0 after success, 1 for a bug in
-Packplan, 2 for an error in the input, 3 for a failed check, and 130 for Ctrl-C.
+`packplan COMMAND --help` describes a command. The exit status is 0 after success, 2 for an error in
+the input, and 3 for a failed check. The status is 1 for a bug in Packplan, 130 for Ctrl-C, and 143
+for SIGTERM.
 """
 
 import argparse
@@ -18,7 +19,7 @@ COMMANDS = MappingProxyType(
         "probe": ("packplan.app.probe", "prove that a model keeps packed samples apart, or show where they mix"),
         "plan": ("packplan.app.plan.__main__", "measure samples, plan packs, and inspect plans, before training"),
         "check": ("packplan.app.check", "compare packed training with unpacked training, on your own model"),
-        "sft": ("packplan.app.sft", "fine-tune a model from a static pack plan, or from a stream"),
+        "sft": ("packplan.app.sft", "fine-tune a model on the packs of a plan, or of a stream"),
         "plugin": ("packplan.app.plugin", "write a plugin that trains planned packs inside swift sft"),
         "rl": ("packplan.app.rl", "train on the model's own answers with TRL, in packed microbatches"),
         "measure": ("packplan.app.measure", "write a table with the exact lengths of records, for any tool"),

@@ -2,10 +2,10 @@
 Compare packed training with unpacked training on your own model and data:
 `packplan check run.yaml`.
 
-The command compares packs of the run's plan with each of their samples alone, with the run's model,
-template and attention backend. Positions, labels, logits, losses and gradients have to be equal,
-and no gradient may pass between samples. The exit status is 0 if all checks pass, and 3 if a check
-fails.
+The command compares packs of the run's plan with each of their samples alone. It uses the run's
+model, template and attention backend. Positions, labels, logits, losses and gradients have to be
+equal, and no gradient may pass between samples. The exit status is 0 if all checks pass, and 3 if a
+check fails.
 """
 
 from __future__ import annotations

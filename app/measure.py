@@ -2,9 +2,9 @@
 Measure the exact lengths of records, for any tool: `packplan measure DATA... --model M -o
 lengths.parquet`.
 
-The command writes a Parquet table with a row for each record: its index, a digest of its content,
-and its numbers of tokens, supervised tokens, images, videos, patches and frames. After an
-interruption, run the command again: it measures only the remaining records.
+The command writes a Parquet table with a row for each record. A row has the index and a digest of
+the record, and its numbers of tokens, supervised tokens, images, videos, patches and frames. After
+an interruption, run the command again: it measures only the remaining records.
 """
 
 import argparse

@@ -1,12 +1,12 @@
 """
 Write a plugin that trains planned packs inside an ms-swift command.
 
-`packplan plugin swift -o plugin.py`, then
+Run `packplan plugin swift -o plugin.py`, then
 `swift sft ... --packing true --external_plugins plugin.py`: see docs/use-it-in/swift.md. Types of
 `swift rlhf` other than dpo and kto use the plugin without `--packing`: they train ms-swift's own
-batches, without computing padding. If the arguments end with an ms-swift command, as in
-`packplan plugin swift -o plugin.py swift sft --model ...`, the command is planned first, and the
-plugin refuses every other plan.
+batches, without computing padding. The arguments may end with an ms-swift command, as in
+`packplan plugin swift -o plugin.py swift sft --model ...`. This command is then planned first, and
+the plugin refuses every other plan.
 """
 
 from functools import partial

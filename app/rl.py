@@ -1,9 +1,9 @@
 """
 Reinforcement learning on the model's own answers (GRPO), by TRL's `GRPOTrainer`.
 
-Answers differ in length. `policy.sequence_packing` or `policy.dynamic_batching` decide how answers
-are divided into microbatches. TRL does everything else, such as resuming, adapters, FSDP or vLLM,
-by the keys of `grpo.`.
+Answers differ in length. `policy.sequence_packing` or `policy.dynamic_batching` decides how answers
+are divided into microbatches. Keys of `grpo.` set everything else in TRL, such as resuming,
+adapters, FSDP or vLLM.
 """
 
 import sys

@@ -275,8 +275,8 @@ def refuse_untested_version(version: str) -> None:
     """Refuse a version of ms-swift that is not in `TESTED_VERSIONS`."""
     if version not in TESTED_VERSIONS:
         reason = (
-            f"{version} is not a version that this plugin was tested with ({', '.join(TESTED_VERSIONS)}): install a "
-            "tested version, or write the plugin with packplan plugin swift --any-version"
+            f"is {version}, but this plugin was tested only with {', '.join(TESTED_VERSIONS)}: install that version, "
+            "or write the plugin with packplan plugin swift --any-version"
         )
         raise ConfigError("the plugin", (Fault("ms-swift", reason),))
 

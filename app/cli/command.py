@@ -123,8 +123,9 @@ def run_command(
     """
     Run *command*, and return its exit status.
 
-    The status is 0 after success, 1 for a closed pipe, 2 for a user's error or a full disk, 3 for a
-    failed check, 130 for Ctrl-C, and 143 for SIGTERM. Any other exception is a bug, and is raised.
+    The status is 0 after success, 2 for a user's error or a full disk, and 3 for a failed check. It
+    is 1 for a closed pipe, 130 for Ctrl-C, and 143 for SIGTERM. Any other exception is a bug, and
+    is raised.
 
     Args:
         command: Function that does the work, and returns True if SIGTERM ended it early.
@@ -166,7 +167,7 @@ def run_command(
 
 
 def _raise_file_limit() -> None:
-    """Raise the soft limit of open files, at most to the hard limit; OSError if that is too low."""
+    """Raise the soft limit of open files; OSError if the hard limit is too low."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     allowed = _MOST_FILES if hard == resource.RLIM_INFINITY else min(hard, _MOST_FILES)
     if 0 <= soft < allowed:

@@ -43,8 +43,8 @@ def require_traceable(config: RunConfig) -> None:
     """
     Refuse a run whose step cannot be traced.
 
-    Refused are runs on several ranks of torchrun, and commands that train pairs, split texts, tasks
-    other than causal LM, or batches of several packs.
+    Runs on several ranks of torchrun are refused. Commands are refused if they train pairs, split
+    texts, tasks other than causal LM, or batches of several packs.
     """
     if (started := read_world_size()) > 1:
         raise ConfigError("torchrun", (Fault("", f"starts {started} ranks: use --world-size instead"),))
@@ -130,8 +130,8 @@ def resolve_command(words: Sequence[str], *, world_size: int | None = None, degr
 
 def _split_words(words: Sequence[str]) -> tuple[list[str], str, list[str]]:
     """
-    Return the words of the launcher, the name of ms-swift's command (such as `sft`), and the
-    command's arguments; ConfigError if *words* name no command that can be planned.
+    Return the launcher's words, the name of ms-swift's command (such as `sft`), and the command's
+    arguments. ConfigError if *words* name no command that can be planned.
     """
     for at, word in enumerate(words):
         entry = _ENTRY.fullmatch(word)
@@ -151,8 +151,8 @@ def _count_started_ranks(launcher: Sequence[str]) -> int:
     number.
 
     Args:
-        launcher: Words before those of ms-swift, such as `python -m`. If there are none, the
-            program `swift` starts the ranks of NPROC_PER_NODE and NNODES.
+        launcher: Words before those of ms-swift, such as `python -m`. Without such words, the
+            program `swift` starts NPROC_PER_NODE times NNODES ranks.
     """
     if starters := {*_LAUNCHERS} & {Path(word).name for word in launcher}:
         reason = "starts ranks: set their number with --world-size, before the command"

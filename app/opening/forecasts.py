@@ -147,7 +147,7 @@ def forecast_time(
     """
     Time some steps of a run, and return the forecast of the whole run.
 
-    Every rank has to call this. The trainer cannot be used afterwards.
+    Every rank has to call this function. The trainer cannot be used afterwards.
 
     Args:
         config: The run.
@@ -174,8 +174,8 @@ def forecast_time(
 
 def evaluation_flops(config: RunConfig, planned: PlannedSplit) -> StepFlops:
     """
-    Return the FLOPs of an evaluation as those of a single step, since ranks wait for each other
-    only at its end.
+    Return the FLOPs of an evaluation as if it were a single step. In an evaluation, ranks wait for
+    each other only at its end.
 
     Args:
         config: The run.

@@ -193,8 +193,8 @@ def _open_prompts(config: RlConfig, files: tuple[str, ...], processor: Any) -> P
 
 def _load_reward(name: str) -> Callable[..., Any]:
     """
-    Return the reward function `module:name`. Raise ConfigError if the function is missing, or later
-    if a call of it fails.
+    Return the reward function `module:name`. Raise ConfigError if the function is missing, or
+    later, if a call fails.
     """
     key = "grpo.reward_funcs"
     try:

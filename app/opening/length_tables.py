@@ -38,7 +38,7 @@ def config_to_measure(
     Args:
         data: Data files; empty if the YAML names them.
         output: Table to write.
-        model: Model; None if the YAML names it.
+        model: Folder or id of the model; None if the YAML names the model.
         path: YAML of a run whose model, template and data are used; None without a YAML.
         overrides: Values for single keys.
 

@@ -124,7 +124,7 @@ def read_settings_files(config: RunConfig) -> dict[str, Any]:
 
 def require_same_run(group: RankGroup, values: Mapping[str, str]) -> None:
     """
-    Compare values between all ranks; every rank has to call this.
+    Compare values between all ranks. Every rank has to call this function.
 
     Args:
         group: All ranks.
@@ -150,7 +150,7 @@ def require_same_weights(group: RankGroup, model: torch.nn.Module) -> None:
     """
     Compare all weights of a model between ranks, each of which has the whole model.
 
-    Every rank has to call this.
+    Every rank has to call this function.
 
     Raises:
         RunError: Weights differ; raised on all ranks.
@@ -166,7 +166,7 @@ def require_same_weights(group: RankGroup, model: torch.nn.Module) -> None:
 def hold_output_lock(config: RunConfig, group: RankGroup, *, key: str = "training.output_dir") -> Iterator[None]:
     """
     Create and lock a run's output folder, so that no other run writes into it. Every rank has to
-    call this.
+    call this function.
 
     Args:
         config: The run.

@@ -37,8 +37,8 @@ def read_config(path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
     Args:
         path: Path of the YAML. A relative `extends:` is relative to its folder; all other relative
             paths are relative to the working directory.
-        overrides: Values for single keys, such as `training.learning_rate=1e-4`, which replace
-            those of the YAML.
+        overrides: Values for single keys, such as `training.learning_rate=1e-4`, which replace the
+            values in the YAML.
 
     Raises:
         ConfigError: The configuration has faults; the error lists all of them.
@@ -72,8 +72,9 @@ def resolve_inputs(config: Run) -> Run:
     """
     Return a run whose data are files, whose system prompt is text and whose model is a folder.
 
-    If the model is named by its id on a hub, its folder is in a cache, or is downloaded if the run
-    allows it. Otherwise the id stays, and is refused where the folder is first needed.
+    If the model is given as an id on a hub, its folder in the cache is used. If it is not in the
+    cache, it is downloaded if the run allows downloads. Otherwise the id stays, and is refused
+    where the folder is first needed.
 
     Raises:
         ConfigError: A mix or a system prompt cannot be read, a named file is missing, or data
@@ -96,7 +97,7 @@ def resolve_inputs(config: Run) -> Run:
 
 
 def _read_named(key: str, text: str) -> str:
-    """Return the text of a key whose value is the text or a `.txt` file, as ms-swift reads it."""
+    """Return the text that a key gives directly or as a `.txt` file, read as ms-swift does."""
     if not text.endswith(".txt"):
         return text.replace("\\n", "\n")
     try:
@@ -142,7 +143,7 @@ def _resolve_model(model: ModelConfig) -> ModelConfig:
 @contextlib.contextmanager
 def raising_on_all_ranks() -> Iterator[None]:
     """
-    Check torchrun's environment; raise an error in the body of this context on all ranks.
+    Check torchrun's environment; raise any error inside this context on all ranks.
 
     The other ranks get the error when they connect, instead of waiting for this rank.
 
@@ -191,7 +192,7 @@ def require_inputs(config: RunConfig, *, loads: bool = False) -> None:
         loads: Whether the model will be loaded, so that none of its weights may be missing.
 
     Raises:
-        ConfigError: All missing inputs.
+        ConfigError: The model or data are missing; the error lists everything that is missing.
     """
     if config.command is not None:
         return

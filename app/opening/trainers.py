@@ -73,23 +73,24 @@ def warn_of_overwriting(training: TrainingConfig, group: RankGroup) -> None:
         return
     if (newest := newest_checkpoint(training.output_dir)) is not None:
         fact = f"{newest} exists, but this run starts from the beginning, and overwrites checkpoints of the same steps"
-        log.warning("%s; to continue from the newest complete one, set training.resume_from_checkpoint: last", fact)
+        log.warning("%s. To continue from the newest complete one, set training.resume_from_checkpoint: last", fact)
 
 
 def open_checkpoint(config: RunConfig, group: RankGroup, kind: type[State]) -> Checkpoint[State] | None:
     """
     Return the checkpoint that a run resumes from; None if it starts from the beginning.
 
-    Every rank has to call this. The checkpoint's plan is not yet compared with that of the run.
+    Every rank has to call this function. The checkpoint's plan is not yet compared with the run's
+    plan.
 
     Args:
         config: The run.
         group: All ranks.
-        kind: Class of the resume state: of a plan, or of a stream.
+        kind: Class of the resume state, `ResumeState` or `StreamState`.
 
     Raises:
         ConfigError: The checkpoint is missing or damaged.
-        StaleError: The checkpoint has another model, loss or settings.
+        StaleError: The checkpoint was trained with another model, loss or settings.
         RunError: Ranks found different checkpoints.
     """
     training = config.training
@@ -101,8 +102,8 @@ def open_checkpoint(config: RunConfig, group: RankGroup, kind: type[State]) -> C
 
 def resumable_plans(config: RunConfig) -> frozenset[str] | None:
     """
-    Return the names of the plans in the checkpoints that a run may resume from; None without a
-    resume.
+    Return the names of the plans in the checkpoints that a run may resume from; None if the run
+    does not resume.
     """
     asked = config.training.resume_from_checkpoint
     return None if asked is None else saved_plans(str(asked), config.training.output_dir)
@@ -162,7 +163,7 @@ def resume_state(config: RunConfig, train: PlannedSplit, schedule: EpochSchedule
     Args:
         config: The run.
         train: The planned split.
-        schedule: Order of its packs.
+        schedule: Order of the split's packs.
     """
     return ResumeState.from_schedule(
         schedule,
@@ -251,7 +252,7 @@ def use_vision_tower_in_each_batch(model: Any, template: Any, arguments: Trainin
     if waits and (unreached := dummy.unreached_weights()):
         reason = (
             f"is false, but no image reaches {counted(len(unreached), 'weight')} of the vision tower, such as "
-            f"{unreached[0]}, and ranks would wait for their gradients: set it to true, or training.freeze_vit"
+            f"{unreached[0]}, so ranks would hang: set it or training.freeze_vit to true"
         )
         raise ConfigError.for_key("training.ddp_find_unused_parameters", reason)
     # Ranks that share weights meet in each pass of the tower. If images and videos have separate
@@ -326,7 +327,7 @@ def find_stream_start(
     checkpoint: Checkpoint[StreamState] | None, group: RankGroup, arguments: TrainingArguments
 ) -> tuple[StreamProgress, RankState]:
     """
-    Return the progress from which a stream starts: that of all ranks, and that of this rank.
+    Return the progress of all ranks, and of this rank, from which a stream starts.
 
     Args:
         checkpoint: Checkpoint to resume from; None starts from the beginning.
@@ -355,7 +356,7 @@ def build_stream_trainer(
     resume_state: Callable[[StreamProgress], StreamState],
 ) -> StreamTrainer:
     """
-    Load the model, and build a trainer that trains a stream.
+    Load the model, and build the trainer of a stream.
 
     Args:
         config: The run.
@@ -365,7 +366,7 @@ def build_stream_trainer(
         attention: Attention backend of the run.
         group: The ranks.
         order: Order of the samples of `train` in an epoch.
-        start: Progress to start from: that of all ranks, and that of this rank.
+        start: Progress of all ranks, and of this rank, from which training starts.
         resume_state: Function that makes a checkpoint's resume state from the stream's progress.
     """
     training, encoder = config.training, train.encoder

@@ -57,11 +57,12 @@ def decide_attention(config: RunConfig, *, isolated: bool) -> AttentionChoice:
 
 def require_packing_model(config: RunConfig) -> PackingVerdict | None:
     """
-    Return the verdict on a run's model; ModelError if it may not be packed, or if its attention
-    backend is not installed.
+    Return the verdict on a run's model. ModelError if the model may not be packed, or if its
+    attention backend is not installed.
 
-    The verdict is None if no model is probed: packing is off, the attention backend needs a GPU
-    that this machine lacks, or the run is an ms-swift command, whose model the plugin probes.
+    The verdict is None if no model is probed, since packing is off, or since the attention backend
+    needs a GPU that this machine lacks. The verdict is also None for an ms-swift command, whose
+    model the plugin probes.
     """
     if not (config.training.packing and needs_verdict(config)):
         return None
@@ -100,8 +101,9 @@ def probe_loaded_model(
     """
     Probe the loaded model, and store the verdict.
 
-    The probe is skipped if the model's small copy failed, or if its weights are sharded. It is also
-    skipped if the model was probed on this device before, unless ranks share rows.
+    The probe is skipped if the model's small copy failed, or if the model's weights are sharded.
+    The probe is also skipped if the model was probed on this device before, unless ranks share
+    rows.
 
     Args:
         config: The run.
@@ -112,7 +114,8 @@ def probe_loaded_model(
         groups: Groups of ranks that share rows.
 
     Raises:
-        ModelError: Samples are not kept apart, or differ from the samples alone.
+        ModelError: Samples are not kept apart, or their results differ from those of the samples
+            alone.
     """
     place = device_and_precision(model)
     if groups is not None:

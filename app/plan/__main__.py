@@ -2,8 +2,8 @@
 Plan a run before you pay for it: `build` measures and plans as training would.
 
 The other commands use the stored lengths and plan. `time` trains some steps, on the run's own
-hardware. All other commands need no GPU and load no weights, and accept an ms-swift command instead
-of a run's YAML: `packplan plan build swift sft --model ...`.
+hardware. All other commands need no GPU and load no weights. They also accept an ms-swift command
+in place of a run's YAML: `packplan plan build swift sft --model ...`.
 """
 
 import argparse

@@ -32,7 +32,7 @@ from packplan.core.inspection import compare_packs
 from packplan.core.packs import Packs, plan_checksum
 from packplan.core.ports import StoredLengths, StoredPlan
 
-KINDS = {"new": "in a pack of B alone", "gone": "in a pack of A alone", "moved": "in a pack with other samples"}
+KINDS = {"new": "only in a pack of B", "gone": "only in a pack of A", "moved": "in a pack with other samples"}
 """Kind of samples that two plans pack differently -> its meaning."""
 
 _COUNTS = ("num_samples", "num_tokens", "planned_samples", "dropped_samples", "lower_bound", "fill")
@@ -82,7 +82,7 @@ def run(options: argparse.Namespace) -> None:
         for kind, found in samples.items():
             print(f"{counted(len(found), 'sample')} {kind}, {KINDS[kind]}: {format_ranges(found, most=SHOWN)}")
         if not samples:
-            print("all samples are in the same packs" if known else "samples are not compared: a packing is not stored")
+            print("all samples are in the same packs" if known else "samples are not compared: packs are not stored")
     if rows or samples:
         counts = f"{counted(len(rows), 'fact')} and {counted(sum(map(len, samples.values())), 'sample')}"
         raise MismatchError("plans_differ", f"{options.first} and {options.second} differ in {counts}")

@@ -3,8 +3,8 @@ Predict how much memory a training step needs on each rank, and the longest temp
 fits, without the training hardware.
 
 The command traces the run's model on packs of its plan. The trace needs only the model's
-config.json, and computes no values. If no plan is stored, it measures and plans the run first, as
-`packplan plan build` does.
+config.json, and computes no values. If no plan is stored, the command measures and plans the run
+first, as `packplan plan build` does.
 """
 
 import argparse
@@ -238,13 +238,13 @@ def excess_message(found: MemoryFit) -> str:
     Return an error message: how much memory the plan needs, and the packing length that would fit.
     """
     needed, memory = bytes_text(found.needed_bytes), bytes_text(found.memory or 0)
-    need = f"a step of the plan takes up to {needed} on each rank, of {memory}"
+    need = f"a step of the plan needs up to {needed} on each rank, which has {memory}"
     if found.longest is None or not found.longest.tokens:
         return f"{need}; no packing length fits"
     heaviest, full = found.packs
     if heaviest.tokens > full.tokens:
         return (
-            f"{need}, by a sample of {heaviest.tokens:,} tokens that is longer than a pack; packs of up to "
+            f"{need}, since a sample of {heaviest.tokens:,} tokens is longer than a pack. Packs of up to "
             f"{counted(found.longest.tokens, 'token')} fit: training.packing_allow_single_long: false leaves longer "
             "samples out, and template.truncation_strategy truncates them"
         )

@@ -1,10 +1,10 @@
 """
-Write a page about a stored plan: the lengths of each source, packs and their fill, left-out
-samples, the work of each step on each rank, and the number of packs by other algorithms.
+Write a page about a stored plan.
 
-The page is one HTML file that loads no other files and runs no scripts. The page supports light and
-dark mode, and phones. Its figures are those of `plan show --all`. If the run was trained, the page
-also shows its time and memory.
+The page shows lengths by source, the fill of packs, left-out samples, work by step and rank, and
+numbers of packs by other algorithms. It also has all figures of `plan show --all`. If the run was
+trained, the page shows the time and memory of its training. The page is one HTML file that loads no
+other files and runs no scripts. It supports light and dark mode, and phones.
 """
 
 import argparse

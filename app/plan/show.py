@@ -1,10 +1,10 @@
 """
 Show the stored plan: which samples it leaves out, how full its packs are, and how many steps
-training takes. --all shows every figure.
+training takes. `--all` shows every figure.
 
-The command reads only the files that build has stored; it needs no data, no model, no torch and no
-ms-swift. verify checks whether the plan still matches the data. --pack and --sample explain one
-pack or one sample.
+The command reads only the files that `packplan plan build` has stored. It needs no data, no model,
+no torch and no ms-swift. `packplan plan verify` checks whether the plan still matches the data.
+`--pack` and `--sample` explain one pack or one sample.
 """
 
 import argparse

@@ -58,7 +58,7 @@ class StoredSplit:
 
 
 def selected_splits(config: RunConfig, split: str | None) -> list[str]:
-    """Return the names of all splits, or only *split*; ConfigError if the run lacks it."""
+    """Return the names of all splits, or only *split*; ConfigError if the run lacks *split*."""
     refuse_stream(config)
     having = ["train", *(["eval"] if config.custom.val_jsonl else [])]
     if split is not None and split not in having:
@@ -155,8 +155,8 @@ def open_split(config: RunConfig, name: str, *, world_size: int | None, epoch: i
 
 def _plan_of_epoch(planner: EpochPlanner, stored: StoredPlan, epoch: int, digest: str, *, where: str) -> RawPlan:
     """
-    Return the raw plan of an epoch. The plan of the first epoch is stored; that of another epoch is
-    made again, and compared with its stored record.
+    Return the raw plan of an epoch. The plan of the first epoch is stored. The plan of any other
+    epoch is made again, and compared with its stored record.
 
     Raises:
         ConfigError: The plan has no epoch with this number.
@@ -180,8 +180,8 @@ def _drop_epochs_after_run(
     plan: StoredPlan, schedule: EpochSchedule, epoch: int, *, where: str
 ) -> tuple[StoredPlan, EpochSchedule]:
     """
-    Return a plan with the records of the run's epochs only (up to *epoch*, if that is later), and
-    the schedule over these epochs; NotBuiltError if the run has more epochs than the plan.
+    Return a plan with records of only the run's epochs, and of epochs up to *epoch*. Also return
+    the schedule over these epochs. NotBuiltError if the run has more epochs than the plan.
     """
     packs, last = tuple(one.num_packs for one in plan.epochs), plan.epochs[-1].epoch
     whole = attrs.evolve(schedule, num_packs=packs, works=None)

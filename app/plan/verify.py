@@ -2,11 +2,16 @@
 Check that the stored lengths and plan match the data, the model and the configuration. The exit
 status is 0, or 3 if there are findings.
 
-The command compares every artefact with its digest, the plan with a plan made again, and the inputs
-of the lengths with the current data, model and configuration. The command also compares compressed
-and Parquet files with their copies, and every image with its stored size, dimensions and digest of
-the first 64 KiB. --samples K also encodes K samples again. --decode also decodes every image and
-every frame of a video.
+The command compares:
+
+- every artefact with its digest
+- the plan with a new plan of the same lengths
+- the inputs of the lengths with the current data, model and configuration
+- compressed and Parquet files with their copies
+- every image with its stored size, dimensions and digest of the first 64 KiB
+
+`--samples K` also encodes K samples again. `--decode` also decodes every image and every frame of a
+video.
 """
 
 import argparse
@@ -96,7 +101,8 @@ def run(options: argparse.Namespace) -> None:
             if not findings:
                 print(f"{name}: nothing is wrong with {counted(len(opened[name].source), 'record')} and their plan")
     if number:
-        raise MismatchError("unsound", f"{counted(number, 'finding')}: what is stored is not what training would use")
+        fact = f"{counted(number, 'finding')}: training would not use the stored lengths and plan as they are"
+        raise MismatchError("unsound", fact)
 
 
 @attrs.frozen

@@ -95,14 +95,13 @@ def run(options: argparse.Namespace) -> None:
 
 def _refuse_other_truncation(lengths: StoredLengths, packing_lengths: list[int]) -> None:
     """
-    Raise ConfigError if the stored lengths are truncated to another packing length than is
-    requested.
+    Raise ConfigError if stored lengths are truncated, and not to the only requested packing length.
     """
     cut_to = lengths.origin.key.inputs.get("packing_length")
     if cut_to is not None and packing_lengths != [cut_to]:
         reason = (
-            f"truncates samples to the packing length, so the stored lengths are for {cut_to:,} only: build a run with "
-            "another template.max_length in a training.output_dir of its own, or remove the strategy"
+            f"truncates to the packing length, so stored lengths hold only for {cut_to:,}: build a run with its own "
+            "template.max_length and training.output_dir, or remove the key"
         )
         raise ConfigError.for_key("template.truncation_strategy", reason)
 

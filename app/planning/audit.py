@@ -8,10 +8,10 @@ Audits of measurements: before samples are planned, some are encoded again and c
 | many are missing | `check_repeatability_early` | 8, here and elsewhere | measuring takes hours |
 | all are measured | `check_repeatability` | the same, and media's shapes | later runs trust them |
 
-*Here* means in this process, in backward order. *Elsewhere* means in another process and epoch, in
-a third order, as training encodes. In addition, `adapters/samples` audits its shortcut while it
-measures, and compares the first sample of each kind with ms-swift's own encoding. Training compares
-every sample with its measurement.
+*Here* means in this process, in backward order. *Elsewhere* means in another process, epoch and
+order, as in training. In addition, `adapters/samples` audits its shortcut while it measures, and
+compares the first sample of each kind with ms-swift's own encoding. Training compares every sample
+with its measurement.
 """
 
 from collections.abc import Mapping
@@ -88,8 +88,8 @@ def recheck_stored(source: LengthSource, stored: StoredRows) -> int:
         if (encoded := source.measure_in_full(index)) != measured:
             message = (
                 f"sample {index} encodes to {to_row(encoded)}, but {to_row(measured)} is stored for it "
-                f"({', '.join(COLUMNS)}), so the stored lengths are wrong: something that they depend on has "
-                "changed unnoticed; measure and plan again in another training.output_dir"
+                f"({', '.join(COLUMNS)}). Something that the stored lengths depend on has changed unnoticed: measure "
+                "and plan again in another training.output_dir"
             )
             raise DataSetError(message)
     return len(few)

@@ -1,9 +1,9 @@
 """
 Plans of measured records: one for all epochs, or one for each epoch.
 
-If each epoch has its own plan, all plans are made once before the first step, to count their packs,
-and each plan is made again for its epoch. At most two plans are in memory: that of the current
-epoch, and that of the next epoch.
+If each epoch has its own plan, all plans are made once before the first step, to count their packs.
+Each plan is then made again for its epoch. At most two plans are in memory: the plans of the
+current and the next epoch.
 """
 
 from collections.abc import Sequence
@@ -25,8 +25,8 @@ from packplan.core.work.model import SampleWorks, WorkModel
 
 SLOW_ALGORITHMS = {"certified", "balanced"}
 """
-Algorithms that take seconds to minutes for a million samples, so that their progress is shown from
-the start.
+Algorithms that take seconds to minutes for a million samples. Their progress is shown from the
+start.
 """
 
 

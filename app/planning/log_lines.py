@@ -1,7 +1,7 @@
 """
 The table at the start of a run, and warnings about its plans.
 
-`docs/how-it-works.md` explains them.
+`docs/how-it-works.md` explains these lines.
 """
 
 import logging
@@ -57,7 +57,7 @@ def attention_row(attention: object) -> dict[str, str]:
 
 def describe_run(config: RunConfig, splits: Sequence[PlannedSplit], schedule: EpochSchedule) -> dict[str, str]:
     """
-    Return the rows of the table of a planned run, at most 14.
+    Return at most 14 rows for the table of a planned run.
 
     Args:
         config: The run.
@@ -125,7 +125,7 @@ def _alignment_text(split: PlannedSplit) -> str:
 
 def row_checksum(split: PlannedSplit, *, with_lengths: bool = False) -> str:
     """
-    Return a plan's checksum over ms-swift's row indices, which count only the rows that it keeps.
+    Return a plan's checksum over row indices that count only the rows that ms-swift keeps.
 
     With *with_lengths*, the checksum also covers the lengths of these rows, as the plugin's does.
     """
@@ -218,8 +218,8 @@ def _length_warnings(planned: PlannedSplit) -> Iterator[str]:
     if over := int((shares * 10 > limit * 11).sum()):
         yield (
             f"{counted(over, 'pack')} {verb_for(over, 'exceeds', 'exceed')} the packing length by more than 10 %, up "
-            f"to {int(shares.max()):,} tokens{shared}; training.packing_allow_single_long: false skips each sample of "
-            f"{limit:,} tokens or more: {format_ranges(long, most=SHOWN)}"
+            f"to {int(shares.max()):,} tokens{shared}. Set training.packing_allow_single_long: false to skip each "
+            f"sample of {limit:,} tokens or more: {format_ranges(long, most=SHOWN)}"
         )
     if num_cut := int(cut.sum()):
         longest = int(lengths[cut].max())

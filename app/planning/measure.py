@@ -1,5 +1,5 @@
 """
-Measurements of samples: loads stored measurements, measures missing ones, and audits some again.
+Loads stored measurements of samples, measures missing samples, and encodes some samples again.
 
 Records are measured by `split.source`, a `SwiftMeasurer` in a run. Lengths in a table
 (`custom.lengths`) are used instead of measuring. If a run allows records that cannot be encoded,
@@ -235,9 +235,9 @@ class BadRecords:
         total = len(self._source)
         if self._max_share is not None and len(records) > self._max_share * total:
             fact = (
-                f"{len(records):,} of {counted(total, 'record')} cannot become samples, which is more than "
-                f"custom.max_bad_share ({self._max_share}): fix them, or raise this "
-                "limit, so that plan show --all lists all of them:"
+                f"{len(records):,} of {counted(total, 'record')} cannot become samples, more than "
+                f"custom.max_bad_share ({self._max_share}). Fix them, or raise this limit to let plan show --all list "
+                "all of them:"
             )
             message = "\n  ".join([fact, *(f"{one.where}: {one.reason}" for one in records[:_NAMED])])
             raise DataSetError(message)

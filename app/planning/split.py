@@ -94,7 +94,7 @@ def align_measured(
 
 @attrs.frozen(eq=False)
 class Split:
-    """Samples of a split, and how they are measured and planned."""
+    """Samples of a split, with the settings and stores for measuring and planning."""
 
     name: str
     policy: PlanPolicy
@@ -203,7 +203,7 @@ class MeasuredSplit(Split):
 @attrs.frozen(eq=False, kw_only=True)
 class PlannedSplit(MeasuredSplit):
     """
-    A measured split with its plan. If each epoch has its own plan, it is the plan of the first
+    A measured split with its plan. If each epoch has its own plan, this is the plan of the first
     epoch.
     """
 

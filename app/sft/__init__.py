@@ -1,7 +1,7 @@
 """
-Fine-tune a model from a static pack plan: `packplan sft run.yaml`.
+Fine-tune a model on the packs of a plan, or of a stream: `packplan sft run.yaml`.
 
-Under torchrun, rank 0 measures and plans while the other ranks wait; then all ranks train.
+Under torchrun, rank 0 measures and plans while the other ranks wait. Then all ranks train.
 """
 
 from packplan.adapters.progress import loading_libraries

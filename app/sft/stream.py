@@ -164,8 +164,8 @@ def _run_length_text(config: RunConfig) -> str:
 
 def _log_end(config: RunConfig, group: RankGroup, trainer: StreamTrainer) -> None:
     """
-    Log the numbers of trained, dropped and skipped samples, summed over ranks; every rank has to
-    call this.
+    Log the numbers of trained, dropped and skipped samples, summed over ranks. Every rank has to
+    call this function.
     """
     totals = trainer.totals()
     if group.rank != 0:

@@ -3,9 +3,10 @@ Stages of a run, from its YAML to training steps; read the functions from top to
 
     config -> records and encoder -> lengths -> raw plan -> aligned plan -> schedule -> trainer
 
-Every rank runs this. Only rank 0 measures and plans; the other ranks wait, and get the result from
-rank 0. In each epoch, the schedule shuffles the raw plan's packs, and repeats or drops packs in the
-same way as the aligned plan. The aligned plan itself is only stored, compared and logged.
+Every rank runs these functions. Only rank 0 measures and plans; the other ranks wait, and get the
+result from rank 0. In each epoch, the schedule shuffles the raw plan's packs, and repeats or drops
+packs in the same way as the aligned plan. The aligned plan itself is only stored, compared and
+logged.
 """
 
 from __future__ import annotations
