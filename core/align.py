@@ -183,8 +183,8 @@ def lay_out_slots(degrees: IntArray, world_size: int, tokens: IntArray | None = 
     """
     Return the position of the pack in each slot; shape (num_slots,).
 
-    A microbatch of W ranks has W slots. A pack that d ranks share takes d neighbouring slots, the
-    first of them at a multiple of d.
+    A microbatch of W ranks has W slots. A pack that d ranks share takes d neighbouring slots,
+    starting at a multiple of d.
 
     Ranks wait for the slowest pack of a microbatch, so packs that take about equally long are
     placed next to each other. Packs are sorted by descending degree, which also makes every

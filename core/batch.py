@@ -56,12 +56,12 @@ def pack_degrees(tokens: IntArray, packing_length: int, max_degree: int = MOST_R
 
 def largest_degree(num_ranks: int, asked: int | None = None) -> int:
     """
-    Return the maximum degree of a pack, after checking the number that the caller asks for.
+    Return the maximum degree of a pack: *asked*, after a check, or the largest possible degree.
 
     Args:
         num_ranks: Number of all ranks, >= 1.
-        asked: Maximum degree that the caller asks for. None means the largest power of two that
-            divides *num_ranks*.
+        asked: Requested maximum degree. None means the largest power of two that divides
+            *num_ranks*.
 
     Raises:
         ArgumentError: *asked* is not a power of two that divides *num_ranks*.
@@ -103,13 +103,14 @@ def resolve_accumulation(
     per-device batch size to 1.
 
     Args:
-        effective_batch_size: Number of packs in an optimizer step over all ranks. None means
-            per-device batch size times accumulation times ranks.
+        effective_batch_size: Number of packs in an optimizer step over all ranks. None means the
+            per-device batch size times the accumulation steps times the number of ranks.
         per_device_train_batch_size: Number of packs or samples in a forward pass, as configured; >=
             1.
-        gradient_accumulation_steps: Batches of one rank in a step, as configured; None means 1.
+        gradient_accumulation_steps: Number of batches of one rank in a step, as configured; None
+            means 1.
         world_size: Number of data-parallel ranks, >= 1.
-        forced_batch_size: Per-device batch size that training really uses, >= 1; 1 with packing.
+        forced_batch_size: Per-device batch size that training actually uses, >= 1; 1 with packing.
 
     Raises:
         ArgumentError: The effective batch size is not divisible by *world_size* times
@@ -151,7 +152,8 @@ class PartialWindow:
     @property
     def even_accumulation(self) -> int | None:
         """
-        The nearest accumulation that divides a rank's batches of an epoch, or None.
+        Nearest accumulation that divides the number of a rank's batches in an epoch; None if there
+        is none.
 
         Only values between half and twice the configured accumulation are considered.
         """

@@ -14,7 +14,7 @@ from packplan.core.patterns.search import CLOSE
 _FIXED_EFFORT, _EFFORT_OF_A_SAMPLE = 380_000, 0.3
 """
 Steps of the usual search for a lower bound: a fixed number, which takes about 0.1 s, and a number
-for each sample. The steps of a sample take about as long as planning it.
+for each sample. The steps of a sample take about as long as planning the sample.
 """
 
 

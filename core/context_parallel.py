@@ -64,7 +64,7 @@ def chunk_positions(length: int, *, cp_size: int, cp_rank: int) -> list[int]:
         length: Number of tokens of the padded sequence, >= 1.
         cp_size: Number of ranks that share the sequence, >= 1. A single rank computes all
             positions.
-        cp_rank: Index of the rank among those that share the row, from 0.
+        cp_rank: Index of the rank among the ranks that share the row, from 0.
 
     Raises:
         ArgumentError: *cp_rank* is not below *cp_size*, or several ranks share the sequence and its
@@ -194,7 +194,7 @@ class PackedLayout:
         Return the ranges of row positions that a rank computes, in the order of its own row.
 
         Args:
-            cp_rank: Index of the rank among those that share the row, from 0.
+            cp_rank: Index of the rank among the ranks that share the row, from 0.
 
         Returns:
             Three row positions for each block: start of its sequence, start and end of the block;

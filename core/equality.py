@@ -22,7 +22,8 @@ AUTO = "auto"
 
 VARLEN = "varlen"
 """
-Packplan's variable-length attention: it computes each sample of a pack separately, without a mask.
+Packplan's variable-length attention, which computes each sample of a pack separately, without a
+mask.
 """
 
 NATIVE = "sdpa"
@@ -333,7 +334,7 @@ class ProbeResult:
             return f"gradients pass between samples of a row ({self.isolation:.2g} of a sample's own gradient, not 0)"
         if not self.equality <= limit:
             return (
-                f"packed samples differ from the same samples alone by {self.equality:.2g}, where at most "
+                f"packed samples differ from the same samples alone by {self.equality:.2g}, but at most "
                 f"{limit:.0e} is allowed, although no gradient passes between samples"
             )
         return None

@@ -44,8 +44,8 @@ Name of a digest -> its name in a message. A digest is reported only if no other
 _MOST, _MOST_CHARACTERS, _BEFORE = 3, 80, 20
 """
 Limits for the text of a difference. The first limits the number of values and of ranks, and the
-second the characters of a value. The third is the number of characters shown before the first that
-differs.
+second the characters of a value. The third is the number of characters shown before the first
+differing character.
 """
 
 LINE_WIDTH = 110
@@ -249,7 +249,7 @@ class StaleError(_FactError, UserError):
         Args:
             index: Index of the sample.
             where: Place of the sample's record.
-            differences: Values that were planned, and values that were found now.
+            differences: Planned values and current values that differ.
             copy: Folder of the copy from which the data file is read; None if the original file is
                 read.
         """

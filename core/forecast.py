@@ -147,7 +147,7 @@ class RunForecast:
     @property
     def uncertainty(self) -> float | None:
         """
-        Relative uncertainty of the first epoch's seconds: two standard errors; None if unknown.
+        Relative uncertainty of the first epoch's seconds, as two standard errors; None if unknown.
         """
         return self.timing.uncertainty(self.epoch_seconds, self.refit_seconds.tolist())
 
@@ -176,8 +176,8 @@ def forecast_run(
         schedule: Schedule of the run from its first step.
         flops: Work of each sample in FLOPs.
         evaluated: FLOPs of training on the packs of the evaluation; None without an evaluation.
-        every: Number of optimizer steps between two evaluations, and between two checkpoints; 0 for
-            none.
+        every: Number of optimizer steps between two evaluations, and between two checkpoints; 0 if
+            there are none.
         evaluates_first: Whether there is an evaluation before the first step.
     """
     terms = StepFlops.from_epoch(trained, flops, sync_at=schedule.sync_at)
@@ -204,7 +204,7 @@ class TimeModel:
     """Coefficients that predict the seconds of an optimizer step."""
 
     step: float
-    """Seconds of each step for the optimizer and for communication between ranks once per step."""
+    """Seconds of each step for the optimizer, and for communication that ranks do once per step."""
 
     microbatch: float
     """Seconds of each microbatch for its start and for communication between ranks."""
@@ -270,7 +270,7 @@ class Timing:
 
     def uncertainty(self, seconds: float, refit_seconds: Sequence[float]) -> float | None:
         """
-        Return the relative uncertainty of a prediction: two standard errors; None if unknown.
+        Return the relative uncertainty of a prediction, as two standard errors; None if unknown.
 
         The standard error is a jackknife estimate over the left-out parts of the measured steps.
 
@@ -421,9 +421,10 @@ def calibration_packs(
     Choose the packs that are trained to measure time; return the samples of each pack, in the order
     of the steps.
 
-    Each of the first steps has packs of similar work: the heaviest, the lightest, or packs between.
-    Further steps have the packs with the most FLOPs of images, halves of packs, or the packs of the
-    run's first two steps. If steps have several microbatches, the last step has only one.
+    Each of the first steps has packs of similar work: the heaviest, the lightest, or packs in
+    between. Further steps have the packs with the most FLOPs of images, halves of packs, or the
+    packs of the run's first two steps. If steps have several microbatches, the last step has only
+    one.
 
     Args:
         packs: Packs of the plan.

@@ -62,7 +62,7 @@ class PlanSummary:
 
     lower_bound: int
     """
-    Lower bound on the number of packs, dropped ones included: no plan of these samples has fewer.
+    Lower bound on the number of packs, dropped packs included: no plan of these samples has fewer.
     """
 
     bound_kind: BoundKind
@@ -117,7 +117,10 @@ class PlanSummary:
     """Number of tokens of the longest pack."""
 
     oversized_packs: int
-    """Number of packs of more than 1.1 times the packing length. Each is one long sample."""
+    """
+    Number of packs of more than 1.1 times the packing length. Each of these packs is one long
+    sample.
+    """
 
     token_coverage: float
     """Planned tokens divided by all tokens."""
@@ -274,8 +277,8 @@ def summarise_schedule(
         plan: Plan of samples with these lengths.
         lengths: Number of tokens of each record, 0 for a record that is not a sample.
         schedule: Schedule of the plan's packs, starting at the first step.
-        packed: Whether samples share packs. If false, each sample is padded to the longest of its
-            batch.
+        packed: Whether samples share packs. If false, each sample is padded to the longest sample
+            of its batch.
         works: Work of each sample; None uses squared lengths.
         epoch: Epoch whose assignment of packs to ranks is measured, from 0.
     """
@@ -310,7 +313,7 @@ def describe_training(
     plan: RawPlan, lengths: Lengths, schedule: EpochSchedule, *, packed: bool = True, unit: str = "rank"
 ) -> dict[str, str]:
     """
-    Return a table of the data, the packs, the steps and what is left out: row name -> text.
+    Return a table of the data, the packs, the steps and the left-out samples: row name -> text.
 
     Args:
         plan: Plan of samples with these lengths, or the plan of one epoch if each epoch has its
@@ -389,7 +392,7 @@ def describe_long_samples(plan: RawPlan, lengths: Lengths, setting: str) -> str:
 
 def describe_resume(schedule: EpochSchedule, name: str = "pack") -> str:
     """
-    Describe the trained and the remaining part of a resumed run, as text of a table's row.
+    Describe the trained and the remaining part of a resumed run, as the text of a table row.
 
     Args:
         schedule: Schedule that starts at the step of the checkpoint.

@@ -66,7 +66,7 @@ class PackingMetrics:
         return (self.num_packs - self.lower_bound) / self.lower_bound
 
     def __add__(self, other: PackingMetrics) -> PackingMetrics:
-        """Return the metrics of two separately packed sets of packs taken together."""
+        """Return the combined metrics of two separately packed sets of samples."""
         return PackingMetrics(*(a + b for a, b in zip(attrs.astuple(self), attrs.astuple(other), strict=True)))
 
 
@@ -122,7 +122,8 @@ def padded_positions(lengths: Lengths, *, batch_size: int) -> float:
 
     The longest of b samples out of n is among the k shortest with probability C(k, b) / C(n, b).
     The mean over all possible draws is therefore exact if *batch_size* divides the number of
-    samples. Otherwise the samples of a smaller last batch count as padded in a full one.
+    samples. Otherwise, the samples of a smaller last batch count as if they were padded in a full
+    batch.
 
     Args:
         lengths: Number of tokens of each sample, >= 1; at least one.

@@ -1,5 +1,5 @@
 """
-Mixes of data sets: how many samples or tokens an epoch draws from each source, and which ones.
+Mixes of data sets: how many samples or tokens an epoch draws from each source, and which samples.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from packplan.core.shuffling import seeded_permutation
 
 _MOST_DRAWS = 10**8
 """
-Maximum number of samples that an epoch draws from a source with replacement, because of memory.
+Maximum number of samples that an epoch draws from a source with replacement, limited by memory.
 """
 
 
@@ -202,7 +202,7 @@ class Pool:
     """Indices of the samples, counted over the records of all files, ascending."""
 
     lengths: IntArray
-    """Number of tokens of the samples, >= 1."""
+    """Number of tokens of each sample, >= 1."""
 
     def available(self, mix: Mix) -> int:
         """
@@ -314,7 +314,7 @@ def select_lowest_keys(keys: NDArray[np.uint64], weights: IntArray, quota: Fract
 
     Args:
         keys: Random key of each sample; shape (num_samples,).
-        weights: Number of tokens of each sample, or ones, >= 1; shape (num_samples,).
+        weights: Number of tokens of each sample, or 1 for each sample; shape (num_samples,).
         quota: Wanted sum of weights.
         cap: Maximum sum of weights, at least *quota* and the weight of the lowest key. None sets no
             limit.
@@ -511,7 +511,7 @@ def _draw_faults(mix: Mix, available: Sequence[int], samples: Sequence[int]) -> 
     for number, (source, size, num, quota) in enumerate(found):
         if (draws := int(quota / size * num)) > _MOST_DRAWS and source.replacement:
             key = "its count" if source.count else f"{mix.by}_per_epoch"
-            reason = f"({source.jsonl}) would be drawn {draws:,} times in an epoch, but at most {_MOST_DRAWS:,} fit"
+            reason = f"({source.jsonl}) would be drawn {draws:,} times an epoch, above the limit of {_MOST_DRAWS:,}"
             yield Fault(f"sources[{number}]", f"{reason}: lower {key}")
 
 

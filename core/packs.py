@@ -104,7 +104,9 @@ class Packs(Sequence[list[int]]):
         return np.diff(self.offsets)
 
     def loads(self, lengths: IntArray) -> IntArray:
-        """Return the tokens of each pack, given each sample's length; shape (num_packs,)."""
+        """
+        Return the number of tokens of each pack, given each sample's length; shape (num_packs,).
+        """
         if not len(self):
             return np.zeros(0, dtype=np.int64)
         return np.add.reduceat(lengths[self.indices], self.offsets[:-1])

@@ -1,6 +1,6 @@
 """
-Planning: makes a raw plan from the lengths of samples. Long samples are planned first. The other
-samples are then packed, and the packs are filtered by their fill and ordered.
+Planning, which makes a raw plan from the lengths of samples. Long samples are planned first. The
+other samples are then packed, and the packs are filtered by their fill and ordered.
 """
 
 from __future__ import annotations
@@ -164,9 +164,9 @@ def build_raw_plan(
             None derives the work from the lengths.
         images: Number of images of each sample; needed if the policy has `max_images`.
         quick_bound: Whether to compute the lower bound without a search, for plans that are only
-            compared. If false, a search computes the bound. Its limit of steps grows with the
-            number of samples; `certified` without `max_images` has no such limit. The packs are the
-            same in both cases.
+            compared. If false, a search computes the bound. The search's limit of steps grows with
+            the number of samples, but `certified` without `max_images` has no such limit. The packs
+            are the same in both cases.
         report: Called with a progress message.
         fields: Fields of `PlanPolicy` that replace the same fields of *policy*, such as
             `packing_length`, `algorithm` or `min_fill_ratio`.
@@ -322,7 +322,7 @@ def _no_packs_error(lengths: IntArray, skipped: IntArray, dropped: Packs, policy
 
 def refuse_longer(lengths: Lengths, policy: PlanPolicy) -> None:
     """
-    Raise an error if the policy refuses samples longer than a pack and there are any.
+    Raise an error if the policy refuses samples longer than a pack and there is such a sample.
 
     Args:
         lengths: Number of tokens of each record, 0 for a record that is not a sample; shape

@@ -158,9 +158,9 @@ class PlanPolicy:
 
         Fields that cannot change the packs are left out.
 
-        The algorithm enters with its version. `min_fill_ratio` enters only if packs are dropped,
-        `seed` only if packs are drawn, and `work` only if the algorithm packs by work. Without
-        packing, only `packing_length` and `allow_single_long` can change the packs.
+        The algorithm enters the fingerprint with its version. `min_fill_ratio` enters only if packs
+        are dropped, `seed` only if packs are drawn, and `work` only if the algorithm packs by work.
+        Without packing, only `packing_length` and `allow_single_long` can change the packs.
         """
         inputs: dict[str, Value] = {
             "lengths": lengths_digest,

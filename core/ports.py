@@ -100,7 +100,7 @@ class MeasuredBlock:
     """Indices of the records."""
 
     digests: NDArray[np.uint8]
-    """Digest of each record, 0 where unknown; shape (num_records, DIGEST_BYTES)."""
+    """Digest of each record, 0 if unknown; shape (num_records, DIGEST_BYTES)."""
 
     node: str = ""
     """Name of another machine that measured the block; empty for this machine."""
@@ -196,7 +196,7 @@ class StoredLengths:
     rows: StoredRows
 
     digest: str
-    """Digest of the rows of all records; it enters the fingerprint of plans."""
+    """Digest of the rows of all records, which enters the fingerprint of plans."""
 
     @property
     def tokens(self) -> IntArray:
@@ -221,8 +221,8 @@ class StoredPlan:
 
     epochs: tuple[EpochRecord, ...] = ()
     """
-    Records of all epochs, if each epoch has its own plan; then `plan` is the plan of the first
-    epoch.
+    Records of all epochs, if each epoch has its own plan. In this case, `plan` is the plan of the
+    first epoch.
     """
 
 

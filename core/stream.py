@@ -285,8 +285,8 @@ class RankState:
 
     readers: tuple[ReaderState, ...] = ()
     """
-    State of each reader: one for each loader worker, or a single one if the rank has no loader
-    workers. Empty if the epoch has not started.
+    State of each reader; empty if the epoch has not started. A rank has one reader for each loader
+    worker, or a single reader without loader workers.
     """
 
     next_reader: int = 0
@@ -337,7 +337,8 @@ class StreamProgress:
 @attrs.frozen
 class StreamState:
     """
-    Progress and settings that a checkpoint of a stream stores. A resumed run is compared with them.
+    Progress and settings that a checkpoint of a stream stores. A resumed run is compared with these
+    values.
     """
 
     inputs: Fingerprint

@@ -352,7 +352,7 @@ def draw_packs(packs: Sequence[Sequence[int]], *, packing_length: int) -> str:
 def draw_first_packs(plan: RawPlan, lengths: IntArray) -> list[str]:
     """
     Return drawings of up to 60 packs from the front, 20 packs in each. Fewer packs are drawn if
-    they have more than 4,000 samples.
+    these packs have more than 4,000 samples.
 
     Args:
         plan: Plan of samples with these lengths.

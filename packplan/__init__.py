@@ -1,6 +1,6 @@
 """
-Plans packs of a fixed token budget from samples of unequal length, once and identically for every
-rank.
+Packplan groups samples of unequal length into packs of a fixed token budget. A plan is made once,
+and is the same on every rank.
 
 >>> import packplan as pp
 >>> plan = pp.plan([60, 20, 50, 30, 40, 40], 80)

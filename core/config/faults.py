@@ -21,7 +21,9 @@ from packplan.core.packers import ALGORITHMS
 from packplan.core.samples.urls import mask_credentials
 
 MAX_EPOCHS = 10**6
-"""Limit of `training.num_train_epochs`: this value or a larger one is refused as a typing error."""
+"""
+Limit of `training.num_train_epochs`: this value and larger values are refused as typing errors.
+"""
 
 _ENDLESS_SCHEDULES = ("constant", "constant_with_warmup", "inverse_sqrt", "reduce_lr_on_plateau", "greedy")
 """Values of `training.lr_scheduler_type` that do not need the total number of steps."""
@@ -153,7 +155,9 @@ def _epoch_faults(config: RunConfig) -> Iterator[Fault]:
     """Yield a fault for each key that does not fit `training.packing_epochs` or a planned mix."""
     training, key = config.training, "training.packing_epochs"
     if training.shares_by_degree and (training.packing_epochs == "replanned" or config.custom.planned_mix):
-        reason = "is auto, which needs the same packs in every epoch, but each epoch draws its own: set it to a number"
+        reason = (
+            "is auto, which needs the same packs in every epoch, but each epoch draws its own packs: set it to a number"
+        )
         yield Fault("training.sequence_parallel_size", reason)
     if training.packing_epochs == "same":
         return

@@ -195,7 +195,7 @@ def rank_differences(runs: Sequence[Mapping[str, str]]) -> tuple[RankDifference,
     Return each key whose value differs between ranks, sorted by name.
 
     Args:
-        runs: Mapping of key to value, one for each rank.
+        runs: Settings of each rank: key -> value.
 
     >>> rank_differences([{"a": "1", "b": "2"}, {"a": "1"}])
     (RankDifference(key='b', values=('2', None)),)

@@ -42,7 +42,7 @@ class Key:
     lengths: Literal["value", "value if set", "otherwise"] | None = None
     """
     How the key enters the fingerprint of lengths. `value`: with its value. `value if set`: with its
-    value unless it is unset. `otherwise`: through something derived, such as a digest of the files
+    value, if the key is set. `otherwise`: through something derived, such as a digest of the files
     that it names.
     """
 
@@ -57,8 +57,9 @@ class Key:
 
     stream: Literal["refused", "evaluation"] | None = None
     """
-    Whether a stream refuses any value but the default. `refused`: every stream refuses
-    such a value. `evaluation`: a stream accepts it if the run has an evaluation, which is planned.
+    Whether a stream refuses any value but the default. `refused`: every stream refuses such a
+    value. `evaluation`: a stream accepts such a value if the run has an evaluation, which is
+    planned.
     """
 
     set_by_command: bool = False
@@ -138,7 +139,7 @@ def must(holds: Callable[[Any], bool], wanted: str) -> Check:
 
 
 def at_least(least: int) -> Check:
-    """Return a check that accepts numbers from *least* on."""
+    """Return a check that accepts numbers of at least *least*."""
     return must(lambda value: value >= least, f"at least {least}")
 
 

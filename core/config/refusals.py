@@ -8,8 +8,8 @@ import attrs
 
 Host = Literal["sft", "plugin", "rlhf", "trainer", "balance"]
 """
-`sft` is `packplan sft`. `plugin` and `rlhf` are Packplan's plugin of ms-swift, with packs and
-without. `trainer` is `packplan.hf.use_plan`, and `balance` is `packplan.hf.balance`.
+`sft` is `packplan sft`. `plugin` and `rlhf` are Packplan's ms-swift plugin, with packs and without
+packs. `trainer` is `packplan.hf.use_plan`, and `balance` is `packplan.hf.balance`.
 """
 
 
@@ -51,7 +51,7 @@ REFUSALS = tuple(
         ("ignore_data_skip", _PLANNING, "makes a resumed run train packs twice", _REMOVE),
         ("sortish_sampler train_sampling_strategy", ("sft",), _DRAWS, "use training.train_dataloader_shuffle"),
         ("packing_length", ("sft",), "is derived from template.max_length", "set that instead"),
-        ("packing_avg_samples", ("sft",), "estimates what a plan counts exactly", _REMOVE),
+        ("packing_avg_samples", ("sft",), "estimates a number that a plan counts exactly", _REMOVE),
         ("max_epochs", ("sft",), "ends training at another step than planned", "use training.num_train_epochs"),
         ("remove_unused_columns", ("sft",), "drops columns that packs need", _REMOVE),
         ("eval_use_evalscope", ("sft",), "is not supported", _REMOVE),

@@ -28,20 +28,20 @@ REMEDIES: Mapping[str, str] = MappingProxyType(
         "--sample {sample} --text shows which text of a sample is trained",
         "too_many_epochs": "lower training.max_steps or training.num_train_epochs",
         "isolation": "train without packing (training.packing: false)",
-        "attention": "let the run choose another (model.attn_impl: auto)",
+        "attention": "let the run choose another attention (model.attn_impl: auto)",
         "probe": "train without packing (training.packing: false)",
         "stale_lengths": "measure again in another folder (training.output_dir), or delete the folder of these lengths "
         "(it has no checkpoints)",
         "borrowed_lengths": "to measure here, remove training.packing_lengths_from",
         "table_lengths": "to measure here, remove custom.lengths; packplan measure --config writes a table that fits",
-        "changed_plan": "restore the data and the settings, or start a new run from its weights: load the model from "
-        "that folder, and remove resume_from_checkpoint",
+        "changed_plan": "restore the data and the settings, or start a new run from the checkpoint's weights: load the model "
+        "from that folder, and remove resume_from_checkpoint",
         "fewer_ranks": "start as many ranks as before, or share no pack (training.sequence_parallel_size: 1)",
         "changed_order": "install the version that wrote the checkpoint: this one trains packs in another order",
         "changed_image": _MEASURE_AGAIN,
         "changed_sample": _MEASURE_AGAIN,
         "changed_copy": "delete {copy}: the next run makes the copy again",
-        "not_built": "packplan plan build measures and plans",
+        "not_built": "run packplan plan build, which measures and plans",
         "refused": "free disk space, or choose another folder (training.output_dir)",
         "locked": "wait until it is done, or raise training.packing_wait_timeout_s",
         "different_runs": "start all of them with the same YAML, options, model and packages",
@@ -64,8 +64,8 @@ _PHRASES: Mapping[str, str] = MappingProxyType(
     }
 )
 """
-Part of a message -> its replacement in messages about a command of ms-swift. Used if replacing the
-key alone is not enough.
+Part of a message -> its replacement in messages about a command of ms-swift. Such a replacement is
+needed if replacing the key alone is not enough.
 """
 
 _RENAMED: Mapping[str, str] = MappingProxyType(

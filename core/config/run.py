@@ -161,33 +161,33 @@ class TemplateConfig:
     fps: float | None = key(None, lengths="value if set", check=above_0)
     """
     Number of frames sampled per second of video, and the assumed frame rate of videos given as
-    lists of frames. If unset, 2 (ms-swift's `FPS`).
+    lists of frames. The default is 2 (ms-swift's `FPS`).
     """
 
     fps_min_frames: int | None = key(None, lengths="value if set", check=at_least(1))
-    """Minimum number of frames of a video. If unset, 4 (ms-swift's `FPS_MIN_FRAMES`)."""
+    """Minimum number of frames of a video. The default is 4 (ms-swift's `FPS_MIN_FRAMES`)."""
 
     fps_max_frames: int | None = key(
         None, lengths="value if set", check=must(lambda frames: frames >= 2, "at least 2: frames are taken in pairs")
     )
-    """Maximum number of frames of a video. If unset, 768 (ms-swift's `FPS_MAX_FRAMES`)."""
+    """Maximum number of frames of a video. The default is 768 (ms-swift's `FPS_MAX_FRAMES`)."""
 
     video_min_pixels: int | None = key(None, lengths="value if set", check=at_least(1))
     """
-    Minimum number of pixels of a frame; smaller frames are scaled up. If unset, the pixels of 128
-    tokens (ms-swift's `VIDEO_MIN_TOKEN_NUM`).
+    Minimum number of pixels of a frame; smaller frames are scaled up. The default is the pixels of
+    128 tokens (ms-swift's `VIDEO_MIN_TOKEN_NUM`).
     """
 
     video_max_pixels: int | None = key(None, lengths="value if set", check=at_least(1))
     """
-    Maximum number of pixels of a frame; larger frames are scaled down. If unset, the pixels of 768
-    tokens (ms-swift's `VIDEO_MAX_TOKEN_NUM`).
+    Maximum number of pixels of a frame; larger frames are scaled down. The default is the pixels of
+    768 tokens (ms-swift's `VIDEO_MAX_TOKEN_NUM`).
     """
 
     video_total_pixels: int | None = key(None, lengths="value if set", check=at_least(1))
     """
-    Maximum number of pixels of all frames of a video; two frames count as one. If unset, the pixels
-    of 115,200 tokens (nine tenths of ms-swift's `MODEL_SEQ_LEN`, 128,000).
+    Maximum number of pixels of all frames of a video; two frames count as one. The default is the
+    pixels of 115,200 tokens (nine tenths of ms-swift's `MODEL_SEQ_LEN`, 128,000).
     """
 
     system: str | None = key(None, lengths="value")
@@ -306,8 +306,8 @@ class CustomConfig:
 
     columns: dict[str, str | None] = key(attrs.Factory(dict), lengths="value", check=one_of(sorted(RECORD_KEYS)))
     """
-    Renames keys of the data: `{q: query, a: response}` reads `q` as `query`. `{label: null}`
-    ignores the key `label`, also inside messages.
+    Rename keys of the data: `{q: query, a: response}` reads `q` as `query`. `{label: null}` ignores
+    the key `label`, also inside messages.
     """
 
     on_bad_record: Literal["stop", "skip"] = key("stop", neither=_ACCEPTS, stream="refused")
@@ -330,8 +330,8 @@ class CustomConfig:
 
     media_dir: PathText | None = key(None, lengths="otherwise")
     """
-    Base folder for relative paths of images and videos. If unset, ms-swift's `ROOT_IMAGE_DIR`, else
-    the folder of the data file.
+    Base folder for relative paths of images and videos. If unset, ms-swift's `ROOT_IMAGE_DIR` is
+    used, else the folder of the data file.
     """
 
     media_cache: PathText | None = key(None, neither=_COPIES)
@@ -396,15 +396,18 @@ class TrainingConfig:
 
     packing_max_dropped_share: Decimal = key(Decimal("0.01"), neither=_ACCEPTS, check=from_0_to_1)
     """
-    Largest share of all tokens that dropped packs may contain. If they contain more, that is an
-    error, unless only one pack is dropped.
+    Largest share of all tokens that dropped packs may contain. A larger share is an error, unless
+    only one pack is dropped.
     """
 
     packing_max_images: int | None = key(None, plan=True, check=at_least(1), stream="refused")
     """Maximum number of images in a pack. A sample with more images is a pack by itself."""
 
     packing_allow_single_long: bool = key(True, plan=True)
-    """Put each sample of at least the packing length into a pack by itself; `false` skips it."""
+    """
+    Put each sample of at least the packing length into a pack by itself; `false` skips such
+    samples.
+    """
 
     eval_packing: bool | None = key(None, plan=True)
     """
@@ -423,7 +426,7 @@ class TrainingConfig:
         None, neither="names lengths that have the same fingerprint", stream="evaluation"
     )
     """
-    `output_dir` of another run with the same inputs, whose lengths are used if this run has none.
+    `output_dir` of another run with the same inputs. Its lengths are used if this run has none.
     """
 
     packing_length_cache_persist_every: int | None = key(
@@ -436,7 +439,7 @@ class TrainingConfig:
     packing_length_precompute_workers: int = key(
         8, neither=_MEASURES, per_rank="cores of a rank's machine", check=at_least(1), stream="evaluation"
     )
-    """Processes that measure lengths, at most one per CPU core."""
+    """Number of processes that measure lengths, at most one per CPU core."""
 
     packing_length_measured_by: Literal["processes", "ray"] = key("processes", neither=_MEASURES, stream="evaluation")
     """
@@ -461,8 +464,8 @@ class TrainingConfig:
 
     gradient_accumulation_steps: int | None = key(None, neither=TRAINS, check=at_least(1))
     """
-    Number of batches of a rank in a step, unless `effective_batch_size` or packing decides. If
-    unset, 1.
+    Number of batches of a rank in a step, unless `effective_batch_size` or packing decides. The
+    default is 1.
     """
 
     per_device_eval_batch_size: int = key(1, neither=TRAINS, check=at_least(1))
@@ -484,8 +487,8 @@ class TrainingConfig:
         stream="refused",
     )
     """
-    Maximum number of ranks that share a pack if `sequence_parallel_size` is `auto`. If unset, the
-    largest power of two that divides the number of ranks.
+    Maximum number of ranks that share a pack if `sequence_parallel_size` is `auto`. The default is
+    the largest power of two that divides the number of ranks.
     """
 
     dataloader_drop_last: bool = key(False, neither=TRAINS, stream="refused")
@@ -518,11 +521,11 @@ class TrainingConfig:
     """
 
     resume_from_checkpoint: PathText | None = key(None, neither=TRAINS)
-    """Folder of a checkpoint, or `last` for the newest complete one in `output_dir`."""
+    """Folder of a checkpoint, or `last` for the newest complete checkpoint in `output_dir`."""
 
     tuner_type: Tuner = key("full", plan=True)
     """
-    Which weights are trained: all weights (`full`), low-rank adapters (`lora`), or those that
+    Which weights are trained: all weights (`full`), low-rank adapters (`lora`), or the weights that
     another tuner of ms-swift adds. `dummy` trains the weights that the model's loader leaves
     unfrozen.
     """
@@ -593,7 +596,7 @@ class RunConfig:
     """Maximum number of tokens in a pack, if `template.max_length` is unset."""
 
     source: str = attrs.field(default="", eq=False, metadata=key_metadata(set_by_command=True))
-    """Name of the YAML, for messages. Empty for a run without a YAML."""
+    """Name of the YAML, for messages; empty for a run without a YAML."""
 
     command: HostCommand | None = key(None, set_by_command=True)
     """ms-swift command that trains the run; None for `packplan sft`."""
@@ -629,8 +632,8 @@ class RunConfig:
 
     def plan_world_size(self, num_ranks: int) -> int:
         """
-        Return the number of groups of ranks that share packs. ArgumentError if a group would be
-        incomplete, or if the maximum degree does not divide the ranks.
+        Return the number of groups of ranks that share packs. Raise an ArgumentError if a group
+        would be incomplete, or if the maximum degree does not divide the number of ranks.
         """
         if self.training.shares_by_degree:
             largest_degree(num_ranks, self.training.max_sequence_parallel_size)

@@ -52,7 +52,7 @@ _CHECKS: Mapping[str, Check] = {
 
 def tuners_of(name: str) -> tuple[str, ...]:
     """
-    Return the values of `training.tuner_type` that read a key; empty if all of them do.
+    Return the values of `training.tuner_type` that read a key; empty if all values read it.
 
     >>> tuners_of("boft_block_size"), tuners_of("seed")
     (('boft',), ())

@@ -77,7 +77,7 @@ ALGORITHMS: Mapping[str, Algorithm] = MappingProxyType(
 
 
 def find_algorithm(name: str) -> Algorithm:
-    """Return the entry of the algorithm *name*; ArgumentError with all names if there is none."""
+    """Return the entry of the algorithm *name*, or raise an ArgumentError that lists all names."""
     if name not in ALGORITHMS:
         raise ArgumentError("argument", f"algorithm is {name!r}, but has to be one of {', '.join(ALGORITHMS)}")
     return ALGORITHMS[name]
@@ -138,7 +138,7 @@ def pack(
         algorithm: Name of an algorithm, a key of `ALGORITHMS`.
         seed: Seed of random algorithms, from 0 to 2**64 - 1.
         min_bin_count: Minimum number of packs. If there are fewer, the fullest packs are split.
-        bin_count_multiple: Packs are split until their number is a multiple of this.
+        bin_count_multiple: Packs are split until their number is a multiple of this number.
         works: Work of each sample, >= 0 in any unit, for `balanced`. None estimates the work from
             the length and the squared length, in the proportion of a typical model.
         report: Called with a progress message, by `certified` and `balanced`.
@@ -181,8 +181,8 @@ def split_to_bin_count(packs: Packs, lengths: IntArray, *, minimum: int, multipl
     Args:
         packs: Packs, ordered by first sample.
         lengths: Number of tokens of each sample.
-        minimum: Minimum number of packs, >= 1. If it is 1 and there are no samples, there are no
-            packs.
+        minimum: Minimum number of packs, >= 1. If *minimum* is 1 and there are no samples, the
+            result has no packs.
         multiple: Number that has to divide the number of packs, >= 1.
 
     Raises:

@@ -143,8 +143,8 @@ def _add_two_small(
     ranges: list[_BinRange], sizes: list[int], small: range, trace: PackingTrace, left: list[int]
 ) -> list[_BinRange]:
     """
-    Phase 3: add two small samples to each bin without a medium sample, last bin first: the
-    smallest, and the largest that then fits.
+    Phase 3: add two small samples to each bin without a medium sample, last bin first. The first is
+    the smallest sample, the second the largest that still fits.
     """
     after = []
     largest, smallest = small.start, small.stop - 1

@@ -9,7 +9,7 @@ the tokens are loose too. Nearly all samples therefore share a pack with random 
 A draw may need at most 0.5 % more packs than the algorithm without a draw. If a draw needs more
 packs, more groups at the front of the order are split into loose samples, and all items are packed
 again. If the draw still needs too many packs with all samples loose, the algorithm's packs are
-used, in which samples of equal length swap places.
+used. Samples of equal length then swap places in these packs.
 
 `balanced` needs no groups, because its search starts from a random order. `first_fit_shuffle` needs
 no groups either, because all its samples are loose. For `certified`, the items are packed by best
@@ -32,7 +32,7 @@ REDRAW_VERSION = "1"
 """Version of the packs that `redraw` makes, part of a plan's fingerprint."""
 
 _PACKS_PER_EXTRA = 200
-"""Number of packs of the algorithm for which a draw may have one extra pack."""
+"""A draw may have one extra pack for each of this many packs that the algorithm makes."""
 
 _FIRST_LOOSE = 40
 """

@@ -26,8 +26,9 @@ packs fit.
 
 _CYCLES = (20, 60)
 """
-Smallest and largest limit of the number of draws of parts. To level work, the limit follows from
-`_DRAWS`, because packs of many samples need few draws. To make packs fit, the largest is used.
+Smallest and largest limit on how often parts are drawn. To level work, the limit follows from
+`_DRAWS`, because packs of many samples need few draws. To make packs fit, the largest limit is
+used.
 """
 
 _DRAWS = 150
@@ -38,7 +39,7 @@ pack. The quotient is limited to the range of `_CYCLES`.
 
 _ROUNDS_OF_A_CYCLE = (4, 16)
 """
-Minimum and maximum number of rounds on the parts of one draw. Once a pack has changed, its drawn
+Minimum and maximum number of rounds with the parts of one draw. Once a pack has changed, its drawn
 parts are no longer valid.
 """
 
@@ -172,16 +173,16 @@ class ExchangeSearch:
 
     def _excess(self, *, level: bool) -> int:
         """
-        Return the sum over packs of the deviation from the mean work if *level*, else of the tokens
-        over the capacity.
+        Return a sum over all packs: if *level*, the deviations from the mean work, else the tokens
+        above the capacity.
         """
         excess = np.abs(self.sums - self._mean) if level else np.maximum(self.loads - self.capacity, 0)
         return int(excess.sum())
 
     def _must_change(self, *, level: bool) -> NDArray[np.bool_]:
         """
-        Return a mask of packs: if *level*, of those whose work is not near the mean, else of those
-        that exceed the capacity; shape (num,).
+        Return whether each pack must change; shape (num,). If *level*, packs with work that is not
+        near the mean must change, else packs that exceed the capacity.
         """
         if level:
             return np.abs(self.sums - self._mean) > self._mean // _TOLERANCE

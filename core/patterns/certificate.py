@@ -35,8 +35,8 @@ Maximum effort of the search before the linear relaxation, as a multiple of the 
 
 _STEPS_OF_A_GAP = 250_000_000
 """
-Maximum number of steps of linear programs for each 0.1 % of the packs that the programs may save.
-A gap below 0.1 % gets as many steps as a gap of 0.1 %. So many steps took 9 to 25 s of one core.
+Maximum number of steps of linear programs for each 0.1 % of the packs that the programs may save. A
+gap below 0.1 % gets as many steps as a gap of 0.1 %. On one core, this many steps took 9 to 25 s.
 """
 
 

@@ -50,8 +50,8 @@ _SCALE, _SMOOTHING, _TINY = 1 << 40, 0.8, 1e-9
 
 _STEPS_OF_A_PROGRAM, _STEPS_OF_A_BIN, _STEPS_OF_A_COLUMN, _STEPS_OF_A_PIVOT = 20_000, 50, 10, 150
 """
-Minimum numbers of steps that four operations count as. The operations are setting up a program,
-filling bins of one kind, pricing a column of a program, and entering a column.
+Smallest number of steps that each of four operations counts as. The operations are setting up a
+program, filling bins of one kind, pricing a column of a program, and entering a column.
 """
 
 
@@ -93,8 +93,8 @@ def fill_slots(tally: LengthCounts, *, capacity: int, bins: Iterable[tuple[list[
     Args:
         tally: Lengths from 1 to *capacity*, counts >= 1.
         capacity: Maximum number of tokens in a bin.
-        bins: Kinds of bins: the tokens of each slot, and the number of bins. All slots together can
-            hold all samples, one sample in a slot.
+        bins: For each kind of bin, the tokens of its slots and the number of bins. All slots
+            together can hold all samples, one sample in a slot.
     """
     filler = _BinFiller(tally, capacity)
     for slots, num in bins:

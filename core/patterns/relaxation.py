@@ -4,9 +4,10 @@ The linear relaxation of packing over patterns, solved by column generation.
 The relaxation allows fractional uses of patterns (Gilmore and Gomory, "A linear programming
 approach to the cutting-stock problem", 1961, 1963). HiGHS solves the master program through scipy.
 A knapsack problem over the dual values finds new patterns. Two known methods speed up convergence.
-A sample may use the place of a longer one (the dual cuts of Valério de Carvalho, 2005). Knapsacks
-are solved for values between the best dual values so far and the current dual values (the smoothing
-of Wentges, 1997). At first, each length's share of the capacity counts as its best dual value.
+A sample may use the place of a longer sample (the dual cuts of Valério de Carvalho, 2005).
+Knapsacks are solved for values between the best dual values so far and the current dual values (the
+smoothing of Wentges, 1997). At first, each length's share of the capacity counts as its best dual
+value.
 
 The bound is exact in spite of floating point. Dual values are rounded to integers, for which the
 knapsack is solved exactly. Farley's bound (1990) is then a quotient of integers.
@@ -131,7 +132,7 @@ def solve_master(patterns: list[Pattern], *, counts: IntArray) -> MasterSolution
     """
     Solve the master program: the fewest fractional uses of *patterns* that cover all samples.
 
-    A sample may use the place of a longer one.
+    A sample may use the place of a longer sample.
 
     Args:
         patterns: Patterns of lengths that have samples.

@@ -136,7 +136,9 @@ def find_repeated_filling(tally: LengthCounts, *, capacity: int, bound: int, eff
 
 
 def _take_longest(tally: LengthCounts, ratio: int) -> LengthCounts:
-    """Divide the samples, longest first, into runs of *ratio*; count the longest of each run."""
+    """
+    Divide the samples, longest first, into runs of *ratio*; count the longest sample of each run.
+    """
     ends = -(-np.cumsum(tally.counts) // ratio)
     counts = np.diff(ends, prepend=0)
     return LengthCounts(np.array(tally.sizes)[counts > 0].tolist(), counts[counts > 0].tolist())
@@ -237,7 +239,8 @@ class _RoomyBins:
         """Pattern -> number of bins with this pattern."""
         self.waiting: list[tuple[int, PatternKey]] = []
         """
-        Heap of room and pattern of the bins that are still to be filled up, smallest room first.
+        Heap of the patterns of bins that are still to be filled up, each with its room, smallest
+        room first.
         """
         self.full: list[PatternKey] = []
         """Patterns without room."""

@@ -100,7 +100,7 @@ def _holds_long_text(value: Any) -> bool:
 
 
 def _encode_other(value: object) -> str:
-    """Convert a value of a type that JSON does not have to text."""
+    """Convert to text a value of a type that JSON lacks."""
     if isinstance(value, (bytes, bytearray, memoryview)):
         return _describe_medium(len(value), bytes(value[:HEAD_BYTES]))
     return f"{type(value).__name__} {value}"

@@ -24,7 +24,7 @@ DENSE_PROMPT = "List every object in the image, each with its description and it
 SUMMARY_PROMPT = "Summarise the image in one sentence."
 
 _NO_MEDIA = "Packplan trains on text, images and videos: leave such records out"
-_NO_PAIRS = "preference pairs and contrasts are not packed here: leave such records out"
+_NO_PAIRS = "preference pairs and contrastive samples are not trained here: leave such records out"
 _NO_TASK = "ms-swift reads it for another task than training on answers: remove it, or give it another name"
 _AS_CONTENT = "write it into the 'content' of the answer, between the tags that the model thinks in, or remove it"
 

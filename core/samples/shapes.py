@@ -259,7 +259,8 @@ def _normalise_messages(messages: Sequence[Mapping[str, Any]], media: Media) -> 
 
 def _add_media(record: Mapping[str, Any], media: Media) -> Mapping[str, Any]:
     """
-    Add the images and videos of a record's messages to the record; raise an error if it has others.
+    Add the images and videos of a record's messages to the record; raise an error if the record has
+    others.
     """
     for name in media.pop(_NAMED_BY_RECORD, ()):
         if not has(record, name):

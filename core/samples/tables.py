@@ -76,7 +76,7 @@ COLUMNS = tuple(field.name for field in attrs.fields(Measurement))
 """Columns of a table of measurements, in order."""
 
 NOTHING = Measurement(0, 0, 0, 0)
-"""Measurement of no record, the start of a sum."""
+"""Empty measurement, with which a sum starts."""
 
 BAD = Measurement(0, 0, 0, 0, bad=True)
 """Measurement of a record that cannot become a sample."""

@@ -14,9 +14,9 @@ If packs have degrees, several ranks share a long pack. An order then consists o
 has one slot for each rank that shares it, at the positions of these ranks. Consumed packs are
 counted in slots.
 
-`EpochSchedule.order` returns the remaining packs of an epoch, `batches` returns those of one rank,
-and `steps` groups these batches. The other methods count steps and packs, or handle runs that were
-resumed within an epoch.
+`EpochSchedule.order` returns the remaining packs of an epoch, `batches` returns the remaining
+batches of one rank, and `steps` groups these batches. The other methods count steps and packs, or
+handle runs that were resumed within an epoch.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ DAMAGED_STATE_REMEDY = "name another checkpoint"
 
 @attrs.frozen
 class EpochSegment:
-    """Part of an epoch that was trained on one number of ranks, which were filled in one way."""
+    """Part of an epoch that was trained with one number of ranks, and with one way to fill them."""
 
     world_size: int
     dataloader_drop_last: bool
@@ -144,8 +144,8 @@ class EpochSchedule:
     Order of packs, batches and steps in each epoch, starting at the progress `start`.
 
     Raises an ArgumentError unless each rank has at least one batch in every whole epoch. After a
-    resume on another number of ranks, an epoch has no further step if its rest is too small for a
-    batch.
+    resume on another number of ranks, an epoch has no further step if its remaining packs are too
+    few for a batch.
     """
 
     num_packs: int | tuple[int, ...] = attrs.field(converter=_checked_packs)
@@ -485,8 +485,8 @@ class EpochSchedule:
 
     def _total_where_epochs_differ(self, first_steps: int) -> int:
         """
-        Return `total_steps` if epochs differ. *first_steps* is the number of steps in the epoch of
-        `start`: those that are done and those that are left.
+        Return `total_steps` if epochs differ. *first_steps* is the number of done and remaining
+        steps in the epoch of `start`.
         """
         start, wanted = self.start, Fraction(str(self.num_train_epochs))
         whole, share = divmod(wanted, 1)
@@ -679,7 +679,7 @@ def _drop_consumed(order: IntArray, num_consumed: int) -> IntArray:
 class ResumeState:
     """
     Progress, and facts of the plan and the run, that a checkpoint stores. A resumed run is compared
-    with them.
+    with these values.
     """
 
     plan: str

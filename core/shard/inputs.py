@@ -30,8 +30,8 @@ def sequence_dims(
     shapes: Mapping[str, Sequence[int]], *, input_key: str, declared: Mapping[str, int | None]
 ) -> dict[str, int | None]:
     """
-    Return the dimension of each field that runs along the tokens; None for a field without such a
-    dimension.
+    Return, for each field, the dimension that runs along the tokens; None for a field without such
+    a dimension.
 
     A dimension may be as long as the input's width by chance. A field with a dimension of this size
     therefore has to be declared, unless the field is in `TOKEN_FIELDS` and has only one.

@@ -41,15 +41,15 @@ rounds.
 _SINGLE_ROUNDS = 8
 """
 Number of first rounds, which exchange single packs because the table of these exchanges is small.
-After them, every second round exchanges two packs for two (see `_PAIRS_UP_TO`).
+After these rounds, every second round exchanges pairs of packs (see `_PAIRS_UP_TO`).
 """
 
 _STALE = 8
-"""Number of rounds without a change after which a step is not changed further."""
+"""Number of rounds without a change after which a step stays as it is."""
 
 _PAIRS_UP_TO = 8
 """
-Maximum number of packs of a rank for which two packs are exchanged for two. With more packs,
+Maximum number of packs of a rank for which pairs of packs are exchanged too. With more packs,
 exchanges of single packs suffice.
 """
 
@@ -82,8 +82,8 @@ def level_steps(
 
     Args:
         works: Work of one rank on the pack in each slot, in units of `to_units`; shape
-            (num_slots,), a multiple of *world_size*. A shared pack has one slot for each of its
-            ranks.
+            (num_slots,). The number of slots is a multiple of *world_size*. A shared pack has one
+            slot for each of its ranks.
         degrees: Number of ranks that share the pack in each slot; shape (num_slots,). None if no
             pack is shared.
         world_size: Number of data-parallel ranks, >= 1.
@@ -184,8 +184,8 @@ def _assign_heaviest_first(steps: IntArray, falling: IntArray) -> IntArray:
 def _assign_shared_first(steps: IntArray, degrees: IntArray, falling: IntArray) -> IntArray:
     """
     Assign packs by descending degree, then by descending work. Each pack goes to the ranks with the
-    least work among those with room. The ranks that share a pack have equally many packs before it,
-    so all its slots are in one microbatch.
+    least work among the ranks with room. The ranks that share a pack have equally many packs before
+    this pack, so all its slots are in one microbatch.
 
     Args:
         steps: Work of one rank on each slot; shape (num_steps, slots of a step).

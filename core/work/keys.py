@@ -14,8 +14,8 @@ PRODUCT = 2
 
 ATTENTION_PRODUCTS = 2
 """
-Multiplications per pair of tokens and unit of width: query with key, and attention weight with
-value.
+Number of multiplications per pair of tokens and unit of width: query with key, and attention weight
+with value.
 """
 
 _IS_SIZE = re.compile(

@@ -7,10 +7,10 @@ pass over all weights takes twice as many FLOPs. Norms, activations and rotation
 are linear in the positions, and far below one percent in a model of usual width. Work has four
 parts:
 
-- Every position is multiplied with the weights of all layers and of the output head. Of the
-  experts, only those to which the position is routed count.
-- Causal attention over a sample of n tokens counts n (n + 1) / 2 pairs. Eager attention and other
-  implementations that compute all n * n pairs count the same. A layer limited to a window or a
+- Every position is multiplied with the weights of all layers and of the output head. Only the
+  experts to which a position is routed count.
+- Causal attention over a sample of n tokens counts n (n + 1) / 2 pairs. Implementations that
+  compute all n * n pairs, such as eager attention, count the same. A layer limited to a window or a
   chunk has fewer pairs than a layer with full attention.
 - Layers with the delta rule (linear attention) compute whole chunks of tokens.
 - The vision tower computes the patches of each image, with attention within the image or within
@@ -106,7 +106,8 @@ class WorkModel:
 
     def trained(self, *, text: bool = True, vision: bool = True, vision_gradients: bool = True) -> WorkModel:
         """
-        Return the work model of a forward and backward pass, given that of the forward pass.
+        Return the work model of a forward and backward pass, computed from this model of the
+        forward pass.
 
         In a backward pass, the gradients of a layer's inputs take as many FLOPs as the forward
         pass. The gradients of trained weights take as many again. Attention has no weights, but its
