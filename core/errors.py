@@ -102,7 +102,7 @@ class _FactError(PackplanError):
 
 @attrs.frozen
 class Fault:
-    """One fault of a configuration."""
+    """One fault of a configuration: a key, and the reason why its value is refused."""
 
     path: str
     """Key of the YAML, with its section."""
@@ -189,8 +189,8 @@ class ArgumentError(_FactError, UserError, ValueError):
 @attrs.define(eq=False)
 class ModelError(_FactError, UserError):
     """
-    The model cannot be packed, at least not with this attention, or its work or memory cannot be
-    computed.
+    Packing is impossible for the model or with this attention, or the model's work or memory cannot
+    be computed.
     """
 
     @classmethod

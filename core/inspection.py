@@ -48,7 +48,7 @@ Share of samples longer than a pack above which a warning says that the packing 
 """
 
 QUANTILES = (5, 50, 95)
-"""Percentiles of sample lengths that are shown."""
+"""Percentiles of the sample lengths that tables show."""
 
 
 @attrs.frozen

@@ -109,7 +109,7 @@ class PackingTrace:
 
 def _reorder_bins(lengths: IntArray, tally: LengthCounts, bins: NDArray[np.int32]) -> NDArray[np.int32]:
     """
-    Reorder *bins*, sorted by descending sample length, to the order of *lengths*.
+    Reorder *bins* from the order of descending sample length to the order of *lengths*.
 
     The function does a radix sort of short keys, block by block. A block fits into the cache, and
     equal keys of a block read neighbouring elements of *bins*.

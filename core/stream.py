@@ -200,7 +200,7 @@ def admit_first(state: ReaderState, length: int, *, options: StreamOptions) -> R
     Args:
         state: State with at least one item in `ahead`.
         length: Number of tokens of the item.
-        options: Options of packing.
+        options: Settings that decide how buffers are packed.
     """
     first, *ahead = state.ahead
     item = attrs.evolve(first, length=length)

@@ -79,7 +79,7 @@ _REFUSED_IN_MESSAGES = {
     "tool_calls": "it is read from assistant messages only",
     "function_call": "write it as 'tool_calls', or as a message of the role tool_call",
     "images": f"write the images into the record's 'images', and {IMAGE_TAG} into 'content', or remove it",
-    **dict.fromkeys(("weight", "train"), "write 'loss': false where a message is not to be trained, or remove it"),
+    **dict.fromkeys(("weight", "train"), "write 'loss': false if a message is not to be trained, or remove it"),
 }
 """Refused key of a message -> remedy. `_OTHERWISE` is the remedy for all other unknown keys."""
 

@@ -178,7 +178,7 @@ def call_text(content: object) -> str:
         fail('has a call of a tool without a \'name\': write {"name": …, "arguments": {…}}')
     arguments = next((call[name] for name in ("arguments", "parameters") if call.get(name) is not None), None)
     if arguments is None:
-        fail(f"has a call of {call['name']!r} without 'arguments': write {{}} where there are none")
+        fail(f"has a call of {call['name']!r} without 'arguments': write {{}} if it has none")
     parse_literal(arguments, f"the arguments of a call of {call['name']!r}")
     return content if isinstance(content, str) else _json_text(content)
 

@@ -214,7 +214,7 @@ class EpochStats:
         - `work`: Mean total work of a step over all ranks.
         - `work_imbalance`: Work of the busiest rank divided by the mean work of all ranks, averaged
           over steps; only with several ranks.
-        - `microbatch_imbalance`: Result of the method with this name; only with several ranks.
+        - `microbatch_imbalance`: Result of the method of the same name; only with several ranks.
         - `coverage`: Share of the data set's samples that the epoch has trained before step *stop*.
         """
         pack_stats, (packs, _, degrees) = self.pack_stats, self._packs(start, stop)
