@@ -102,7 +102,7 @@ class _FactError(PackplanError):
 
 @attrs.frozen
 class Fault:
-    """One fault of a configuration: a key, and the reason why its value is refused."""
+    """One fault of a configuration, at one key."""
 
     path: str
     """Key of the YAML, with its section."""
