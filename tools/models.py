@@ -30,12 +30,12 @@ log = logging.getLogger("packplan.app.tools")
 
 HEADING = "## Vision-language models"
 
-ABOUT = """Before a run measures lengths, it probes its own model. So a model whose family is not listed may
-still pass: test it with `packplan probe MODEL`."""
+ABOUT = """Each run probes its own model before it measures lengths. So a model may pass even if its family is not
+listed. To test a model, run `packplan probe MODEL`."""
 
-MEASURED = """The tables are for a small model of each family that transformers knows, in its default configuration:
-{passing} of {all} pass. `python -m tools.models families docs/models.md` wrote this page on {date}, with
-{versions}. The probe covers text and images, but not sound and videos."""
+MEASURED = """The tables show results for a small model of each family in transformers, with the family's default
+configuration: {passing} of {all} pass. `python -m tools.models families docs/models.md` wrote this page on {date},
+with {versions}. The probe covers text and images, but not sound and videos."""
 
 TERMS = (
     """- **Isolation** is the largest gradient of a sample's logits with respect to another sample, divided by
@@ -59,12 +59,12 @@ UNPROVEN = """The probe could not test these families, so Packplan does not pack
 families --names NAME` prints the whole reason:"""
 
 UNPROVEN_REASONS = {
-    "its default configuration is refused": "its default configuration is refused",
-    "the probe cannot build a small copy": "no small copy of it can be built",
-    "a small copy of the model does not run": "its small copy does not run",
-    "the probe's small copy of the model has": "its small copy has more than 20,000,000 weights",
-    "a small copy of the model cannot compute images": "its small copy cannot compute images",
-    "": "its small copy fails otherwise",
+    "its default configuration is refused": "the default configuration is refused",
+    "the probe cannot build a small copy": "no small copy can be built",
+    "a small copy of the model does not run": "the small copy does not run",
+    "the probe's small copy of the model has": "the small copy has more than 20,000,000 weights",
+    "a small copy of the model cannot compute images": "the small copy cannot compute images",
+    "": "the small copy fails for another reason",
 }
 """Start of a verdict's reason -> reason on the page; the first that matches."""
 
@@ -76,13 +76,15 @@ is left out (`tests/e2e/test_unpad.py`). `python -m tools.models unpadded docs/m
 on {date}, with {versions}."""
 
 ABOUT_VISION = """The table lists tests of tiny models with random weights, each with its processor and
-ms-swift's template. For images of 45 sizes, all lengths, also those from image headers, equal those of full
-encoding. Samples with 0, 1 and 3 images have the same losses and gradients packed and alone. `python -m tools.models
-vision docs/models.md` wrote this section on {date}, with {versions}."""
+ms-swift's template. In the column `lengths`, `headers` means that lengths come from image headers, and `full` that
+they come from full encoding. For images of 45 sizes, both ways give the same lengths. Samples with 0, 1 and 3 images
+have the same losses and gradients packed and alone. `python -m tools.models vision docs/models.md` wrote this section
+on {date}, with {versions}."""
 
-ABOUT_OTHERS = """ms-swift declares {declared} templates that support packing. For these {number}, no tiny model
-was tested. A model with its own code is probed if `model.trust_remote_code` is true. The chat format of
-InternVL is refused; its hf format, `internvl_hf`, can be packed."""
+ABOUT_OTHERS = """ms-swift declares {declared} templates that support packing. The next table lists the {number}
+templates for which no tiny model was tested, with the reason. A model with its own code is probed if
+`model.trust_remote_code` is true. The chat format of InternVL is refused; its hf format, `internvl_hf`, can be
+packed."""
 
 VISION_HEAD = ("model", "template", "lengths", "equality")
 
@@ -92,14 +94,14 @@ RIGHT = {"isolation", "equality"}
 EXACT = ("positions", "labels", "isolation")
 """Checks in which only 0 passes."""
 
-NO_TEXT = "its model gives embeddings or scores, and writes no text"
+NO_TEXT = "the model gives embeddings or scores, and writes no text"
 
-OWN_CODE = "its model brings its own code"
+OWN_CODE = "the model brings its own code"
 
 NOT_BUILT = {
     "clef": NO_TEXT,
     "deepseek_v41": OWN_CODE,
-    "glm5_next": "no small copy of it can be built",
+    "glm5_next": "no small copy can be built",
     "interns1": f"{OWN_CODE}; ms-swift requires transformers below 4.56",
     "internvl": OWN_CODE,
     "internvl2": OWN_CODE,
@@ -119,8 +121,8 @@ NOT_BUILT = {
     "ovis2_5": f"{OWN_CODE}; ms-swift requires moviepy below 2",
     "qwen2_gme": NO_TEXT,
     "qwen3_5_emb": NO_TEXT,
-    "qwen3_asr": "its model accepts sound, but no images; ms-swift requires transformers 4.57.6",
-    "qwen3_omni": "refused by name: no tiny model of its kind has been trained whole",
+    "qwen3_asr": "the model accepts sound, but no images; ms-swift requires transformers 4.57.6",
+    "qwen3_omni": "Packplan refuses this template, since no tiny model of its kind was trained as a whole",
     "qwen3_vl_emb": NO_TEXT,
     "qwen3_vl_reranker": NO_TEXT,
     "wemm_embedding": NO_TEXT,

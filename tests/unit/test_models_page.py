@@ -56,9 +56,9 @@ def test_every_family_stands_in_the_table_of_its_verdict():
         "| family | isolation | equality |",
         "| bloom | 0.24 | 5.4e-01 |",
         "| reason | families |",
-        "| its small copy has more than 20,000,000 weights | blt |",
-        "| its small copy does not run | blip, udop |",
-        "| its small copy cannot compute images | kimi |",
-        "| its small copy fails otherwise | cosmos |",
+        "| the small copy has more than 20,000,000 weights | blt |",
+        "| the small copy does not run | blip, udop |",
+        "| the small copy cannot compute images | kimi |",
+        "| the small copy fails for another reason | cosmos |",
     ] == rows
     assert "2 of 8 pass" in " ".join(page.split())
