@@ -39,6 +39,11 @@ _FAULTS: Mapping[type, Callable[[Any], Iterator[Fault]]] = {RunConfig: run_fault
 
 _ADVICE = re.compile(r": (?:write|did you mean) (.*)")
 
+_NO_PRESET = (
+    "is 'fsdp2', ms-swift's name of settings that were not tested with packs: set it to true, and copy the settings "
+    "that you want from fsdp2.json of ms-swift into fsdp_config"
+)
+
 _FOREIGN = read_foreign_keys()
 
 _REFUSED = {f"training.{key}": str(refusal) for key, refusal in refused_settings("sft").items()}
@@ -193,6 +198,8 @@ def _convert_settings(
             found.append(Fault(path, _REFUSED[path]))
         elif key not in keys:
             found.append(Fault(path, advise(str(key), section)))
+        elif (key, value) == ("fsdp", "fsdp2"):
+            found.append(Fault(path, _NO_PRESET))
         else:
             try:
                 is_path = keys[key].path and isinstance(value, str)

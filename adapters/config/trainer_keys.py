@@ -11,6 +11,7 @@ versions. If other versions are installed, the classes of the libraries are read
 
 import contextlib
 import json
+import re
 import types
 import typing
 from collections.abc import Iterable, Iterator, Mapping
@@ -232,7 +233,7 @@ def deepspeed_file(name: str) -> str:
     none.
     """
     spec = find_spec("swift")
-    if spec is None or spec.origin is None or not name.isidentifier():
+    if spec is None or spec.origin is None or not re.fullmatch(r"zero\w+", name):
         return name
     file = Path(spec.origin).parent / "config" / f"{name}.json"
     return str(file) if file.is_file() else name

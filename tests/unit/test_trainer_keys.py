@@ -2,12 +2,14 @@
 
 import json
 import math
+from pathlib import Path
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from packplan.adapters.config.trainer_keys import LIBRARIES, TrainerKey, read_key_table
+from packplan.adapters.config.trainer_keys import LIBRARIES, TrainerKey, deepspeed_file, read_key_table
+from tests.documents import faults_of
 
 KEYS = read_key_table()
 
@@ -38,6 +40,13 @@ def test_each_key_refuses_what_it_is_not(name):
         with pytest.raises(ValueError, match=r"^is .*, but has to be \w") as raised:
             takes.convert(value)
         assert repr(value) in str(raised.value)
+
+
+def test_only_deepspeed_takes_names_of_ms_swift():
+    """Of DeepSpeed's settings alone; the name of those of FSDP is refused, with what to write."""
+    assert Path(deepspeed_file("zero2")).is_file()
+    assert "fsdp2" == deepspeed_file("fsdp2")
+    assert "set it to true, and copy the settings" in faults_of(fsdp="fsdp2")["training.fsdp"]
 
 
 @given(st.floats())
