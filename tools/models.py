@@ -96,7 +96,7 @@ EXACT = ("positions", "labels", "isolation")
 
 NO_TEXT = "the model gives embeddings or scores, and writes no text"
 
-OWN_CODE = "the model brings its own code"
+OWN_CODE = "the model needs code of its own"
 
 NOT_BUILT = {
     "clef": NO_TEXT,
