@@ -186,7 +186,7 @@ class BatchedData:
         return attrs.evolve(self, fields=fields, lengths=self.lengths[places])
 
     def slice(self, start: int, stop: int) -> Self:
-        """Return a batch of sequences *start* to *stop* - 1, whose tensors are views."""
+        """Return a batch of sequences *start* to *stop* - 1; its tensors are views."""
         fields = {name: field[start:stop] for name, field in self.fields.items()}
         return attrs.evolve(self, fields=fields, lengths=self.lengths[start:stop])
 
@@ -220,7 +220,7 @@ class BatchedData:
         ArgumentError is raised if the sharding was made for other lengths.
         """
         if sharding.lengths.tolist() != self.lengths.tolist():
-            message = "the sharding was made for other lengths than those of this batch: shard this batch"
+            message = "the sharding was made for lengths that differ from this batch's: shard this batch"
             raise ArgumentError("batch", message)
         held = []
         for global_batches in sharding:
@@ -380,7 +380,7 @@ class Microbatch:
         """
         Rearrange values of positions by sequence; shape (num_sequences, width, …).
 
-        The width of the result is that of `data`.
+        The result is as wide as `data`.
 
         Args:
             values: Values of all positions, shape (rows * width, …).

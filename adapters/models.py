@@ -79,8 +79,8 @@ def find_sharded_weight(model: torch.nn.Module) -> str | None:
     """
     Return the name of the first weight that is sharded over processes; None if no weight is.
 
-    FSDP and ZeRO 3 shard weights. A sharded weight counts as sharded even while it is gathered,
-    since ZeRO 3 leaves small weights gathered until a checkpoint is loaded.
+    FSDP and ZeRO 3 shard weights. A weight counts as sharded even while it is gathered, since ZeRO
+    3 leaves small weights gathered until a checkpoint is loaded.
     """
     for name, weight in model.named_parameters():
         is_empty = weight.numel() == 0 or weight.is_meta

@@ -65,7 +65,7 @@ def read_trainer_state(folder: Path) -> dict[str, Any]:
 
 def require_same_step(folder: Path, state: Mapping[str, Any], step: int) -> None:
     """
-    Refuse a trainer's state whose optimizer step differs from that of Packplan's resume state.
+    Refuse a trainer's state if its optimizer step differs from Packplan's resume state.
 
     Args:
         folder: Folder of the checkpoint.

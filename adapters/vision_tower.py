@@ -54,7 +54,7 @@ class DummyImage:
     """Name of the attribute of `inner` that is the language model."""
 
     media: Mapping[str, torch.Tensor]
-    """Dummy image, in the form of the arguments of `inner.get_image_features`."""
+    """Dummy image, as arguments of `inner.get_image_features`."""
 
     @classmethod
     def from_inputs(cls, model: nn.Module, inputs: Mapping[str, Any]) -> DummyImage | None:

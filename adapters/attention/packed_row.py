@@ -89,7 +89,7 @@ class PackedRow:
             batch: Batch index, always 0.
             head: Head index; all heads have the same mask.
             queries: Token positions in the row.
-            keys: Token positions in the row, of a shape that broadcasts with that of *queries*.
+            keys: Token positions in the row; the shape broadcasts with the shape of *queries*.
         """
         return self.sample_ids[queries] == self.sample_ids[keys]
 

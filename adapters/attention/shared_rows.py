@@ -439,7 +439,7 @@ def context_parallel(model: Any, *, layout: PackedLayout, group: dist.ProcessGro
 
     Inside this context, call the model with this rank's part as `input_ids` of shape (1,
     num_positions / cp_size). Or pass the whole row, perhaps with images, which every rank then
-    embeds. The model returns the logits of the part. Position ids default to those of the layout.
+    embeds. The model returns the logits of the part. By default, the position ids are the layout's.
     With gradient checkpointing, run the backward pass inside this context too, since it recomputes
     layers.
 

@@ -67,9 +67,9 @@ def build_mask(
     Return the layout of a packed row, or the mask of transformers' sdpa for other inputs.
 
     The arguments are those that transformers passes to functions of `AttentionMaskInterface`. A
-    packed row is a batch of one row without padding or cached keys, whose mask is not a single
-    causal triangle. If ranks share a row, the result is the layout of the whole row. If a model
-    prepares its mask twice, the second call returns the layout unchanged.
+    packed row is a batch of one row without padding or cached keys. Its mask is not a single causal
+    triangle. If ranks share a row, the result is the layout of the whole row. If a model prepares
+    its mask twice, the second call returns the layout unchanged.
     """
     if isinstance(attention_mask, Layout):
         return attention_mask
@@ -144,7 +144,7 @@ def attend(
             the number of key heads.
         value: See *key*.
         attention_mask: Result of `build_mask`.
-        dropout: Share of attention weights to drop.
+        dropout: Dropout probability of attention weights.
         scaling: Factor of the products of queries and keys; None for 1 / sqrt(size).
         **options: Further arguments that transformers passes to attention functions.
 
@@ -330,8 +330,9 @@ def attend_to_patches(
     """
     Compute non-causal attention within the images or windows of a vision tower's packed patches.
 
-    The images or windows begin at the positions *cu_seq_lens_q*, whose last value is the end of the
-    row; the longest has *max_length_q* patches. Other arguments and results are those of `attend`.
+    The images or windows begin at the positions *cu_seq_lens_q*, of which the last is the end of
+    the row. The longest image or window has *max_length_q* patches. Other arguments and results are
+    those of `attend`.
     """
     layout = Layout.from_boundaries(cu_seq_lens_q, is_causal=False, longest=max_length_q)
     return attend_within_blocks(query, key, value, layout, dropout=dropout, scaling=scaling), None
@@ -355,7 +356,7 @@ def attend_within_blocks(
         key: Keys of shape (1, key heads, tokens, size).
         value: See *key*.
         layout: Layout of the row.
-        dropout: Share of attention weights to drop.
+        dropout: Dropout probability of attention weights.
         scaling: Factor of the products of queries and keys; None for 1 / sqrt(size).
     """
     capability = _gpu_capability(query.device)
@@ -377,7 +378,7 @@ def why_not_fused(
     Args:
         query: Queries of the row; shape (1, heads, tokens, size).
         layout: Layout of the row.
-        dropout: Share of attention weights to drop.
+        dropout: Dropout probability of attention weights.
         capability: Compute capability of the GPU; None on other devices.
     """
     dtype, size = compute_dtype(query), query.shape[-1]
@@ -387,7 +388,7 @@ def why_not_fused(
         f"the model computes in {str(dtype).removeprefix('torch.')}; training.bf16: true is faster": not half,
         "attention weights are dropped": dropout > 0,
         "the model's mask is neither causal nor a window": layout.masks is not None,
-        f"attention heads have the unsupported size {size}": size > _HEAD_SIZE or size % _HEAD_STEP != 0,
+        f"attention heads have an unsupported size of {size}": size > _HEAD_SIZE or size % _HEAD_STEP != 0,
         f"the GPU has compute capability {capability}, below {_CAPABILITY}": (capability or _CAPABILITY) < _CAPABILITY,
     }
     return next((reason for reason, holds in reasons.items() if holds), None)
@@ -436,8 +437,8 @@ def _gpu_capability(device: torch.device) -> tuple[int, int] | None:
 
 def compute_dtype(tensor: torch.Tensor) -> torch.dtype:
     """
-    Return the dtype in which a tensor's products are computed: that of autocast if it is on, else
-    the tensor's own.
+    Return the dtype in which a tensor's products are computed: autocast's dtype if autocast is on,
+    else the tensor's own.
     """
     device = tensor.device.type
     return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else tensor.dtype
@@ -494,7 +495,7 @@ def _attend_windowed(
     """
     Compute causal attention within a window, in parts of the window's length.
 
-    Each part needs its own keys and those of the preceding part.
+    Each part needs its own keys and the keys of the preceding part.
     """
     queries = torch.arange(window, device=query.device)[:, None] + window
     keys = torch.arange(2 * window, device=query.device)

@@ -1,8 +1,8 @@
 """
 Reads YAML files into one document.
 
-Values of a file replace those of the file that it extends. Values of the command line replace those
-of all files.
+A file's values replace the values of the file that it extends. Values of the command line replace
+the values of all files.
 """
 
 import os

@@ -243,7 +243,7 @@ def machine_faults(settings: Mapping[str, Any], *, on_cpu: bool, section: str = 
     """
     Yield a fault for each setting that does not work on this machine.
 
-    Such a setting needs a missing package, would be ignored, or makes several ranks train as one.
+    Such a setting needs a missing package, has no effect, or makes several ranks train as one.
 
     Args:
         settings: Settings of the trainer.

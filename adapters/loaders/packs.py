@@ -2,9 +2,9 @@
 Packs of rows: a torch data set (`RowsOfPacks`), a collator (`PackInputs`), and a loader.
 
 Item k of the data set is pack k. `PackInputs` makes a padded batch of a pack's samples, which a
-model with `packplan.hf.unpad` computes without padding. `flatten` joins samples into one row, whose
-positions start again with every sample. `PackLoader` is the data loader of all trainers that train
-packs.
+model with `packplan.hf.unpad` computes without padding. `flatten` joins samples into one row, in
+which positions start again with every sample. `PackLoader` is the data loader of all trainers that
+train packs.
 """
 
 from __future__ import annotations
@@ -217,7 +217,7 @@ def _supervised_labels(batch: Mapping[str, Any], mask: torch.Tensor) -> torch.Te
 
 def flatten(rows: Sequence[Row]) -> dict[str, Any]:
     """
-    Join samples into one row without padding, whose positions start again with each sample.
+    Join samples into one row without padding, in which positions start again with each sample.
 
     The result has `input_ids`, `labels` and `position_ids` of shape (1, tokens), and the tensors of
     images and videos. The label of each sample's first token is -100, since no token of the sample

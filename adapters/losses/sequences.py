@@ -158,7 +158,7 @@ class _SequenceFields:
         """
         found = [int(length) for length in data.get(self.input_lengths_key, ())]
         if found and layout is not None and found != layout.lengths.tolist():
-            raise ValueError(f"the lengths in field {self.input_lengths_key} differ from those of the row")
+            raise ValueError(f"the lengths in field {self.input_lengths_key} differ from the row's lengths")
         return found or None
 
 

@@ -66,7 +66,7 @@ def wrap_rendezvous_errors(environment: Mapping[str, str] | None = None) -> Iter
 
     Args:
         environment: Environment variables with the rank and the address of the store. None means
-            those of this process.
+            the variables of this process.
     """
     try:
         yield

@@ -28,7 +28,7 @@ END_S = 10.0
 """Seconds that workers have to end their own processes before they are killed."""
 
 START_S = 300.0
-"""Seconds to wait for the first worker to start, and after each start for the next."""
+"""Seconds to wait for the first worker to start, and then for each further worker."""
 
 
 class _RankActor:
@@ -69,7 +69,7 @@ class _RankActor:
 
 class RayWorkers:
     """
-    Workers that run as Ray actors, each of which is a rank.
+    Workers that run as Ray actors; each worker is a rank.
 
     Attributes:
         process_ids: Process id of each worker on its machine, by rank.

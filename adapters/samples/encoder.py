@@ -320,8 +320,8 @@ class SwiftEncoder:
 
     def _refuse_unsupported(self, index: int, sample: dict[str, Any]) -> None:
         """
-        Raise RecordError for media or tools that the template or this machine cannot read, and for
-        a `loss` key that `template.loss_scale: all` would ignore.
+        Raise RecordError for media or tools that the template or this machine cannot read. The
+        error is also raised for a `loss` key that `template.loss_scale: all` would ignore.
         """
         name = self.template.template_meta.template_type
         for kind in ("images", "videos"):
@@ -377,7 +377,7 @@ class SwiftEncoder:
 
     def _refuse_mixed_shapes(self, index: int, shape: str) -> None:
         """
-        Raise RecordError if a record's shape may not be mixed with that of its file.
+        Raise RecordError if a record's shape may not be mixed with the shape of its file.
 
         Args:
             index: Index of the sample.

@@ -222,8 +222,8 @@ class SwiftMeasurer:
         """
         Split a sample into pieces, with stand-ins for its media.
 
-        The result also has the cost of the media beyond that of their stand-ins. None is returned
-        if the sample has to be encoded in full.
+        The result also has the cost of the media beyond the cost of their stand-ins. None is
+        returned if the sample has to be encoded in full.
         """
         of_images = self.image_costs if images else None
         of_videos = self._encoder.video_costs if videos else None

@@ -1,9 +1,9 @@
 """
 The shortcut: measures many samples in one call without encoding each of them.
 
-ms-swift's template splits a sample into pieces of text, each of which is trained or not. The
-tokenizer counts the tokens in the pieces of many samples in one call. The costs of images and
-videos are computed from headers and containers, as differences from stand-ins that are encoded
+ms-swift's template splits a sample into pieces of text. Each piece is trained as a whole, or not at
+all. The tokenizer counts the tokens in the pieces of many samples in one call. The costs of images
+and videos are computed from headers and containers, as differences from stand-ins that are encoded
 once. Two rules of ms-swift's encode are repeated in this module. After a trained answer, the
 end-of-turn tokens are trained too. The first position is never trained.
 """
@@ -232,7 +232,7 @@ def find_piece_counter(template: Template, *, tokens: Mapping[str, int]) -> tupl
     try:
         for sample in _PROOFS:
             if counter.count([counter.split(sample)]) != [_measure_with_stand_ins(template, sample)]:
-                return None, "its samples have tokens besides those of their texts"
+                return None, "its samples have more tokens than their texts"
     except Exception as error:  # noqa: BLE001  # an error about a record is reported when the record is read
         return None, f"a sample with text only cannot be split ({type(error).__name__}: {error})"
     for medium in tokens:

@@ -115,7 +115,7 @@ class DiskLengthStore:
         Args:
             folder: Folder for one split of this run, such as the training split.
             lengths_from: Folder of the same split of another run, which is only read.
-                `open_for_append` copies its lengths if *folder* has none.
+                `open_for_append` copies the lengths from there if *folder* has none.
         """
         self.folder, self._lengths_from = folder, lengths_from
         self._manifest = folder / "lengths.json"

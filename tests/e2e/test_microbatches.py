@@ -192,7 +192,7 @@ EMPTY = BATCH.select([])
     [
         (lambda: BATCH.tensor("texts"), "field texts is a list"),
         (lambda: BATCH.shard(shard_packed([1, 2, 2], shards=1, batch_size=3, max_tokens_per_microbatch=4)),
-         "made for other lengths than those"),
+         "made for lengths that differ from"),
         *((lambda ask=ask: ask("gone"), "no field gone: its fields are input_ids, texts")
           for ask in (BATCH.tensor, BATCH.__getitem__)),
         *((lambda indices=indices: BATCH.select(indices), "are selected by whole numbers from 0 to 1")
@@ -263,7 +263,7 @@ def test_a_fused_loss_reads_fields_by_name_and_dimension():
     assert pytest.approx(expected, rel=1e-5) == float(padded)
     assert pytest.approx(expected, rel=1e-5) == float(packed)
     for wrapper in (loss, PackedLoss(lambda *_, **__: None, input_key="tokens", input_lengths_key="sizes")):
-        with pytest.raises(ValueError, match="the lengths in field sizes differ from those of the row"):
+        with pytest.raises(ValueError, match="the lengths in field sizes differ from the row"):
             wrapper(row, fields, layout=PackedLayout.from_lengths([3, 3]), **given)
 
 

@@ -24,8 +24,8 @@ CHUNK = 2**20
 
 LONGEST_PARSED = 2**25
 """
-Largest size in bytes of a record that is parsed. A larger record is refused, and its digest is that
-of its text, not of its value.
+Largest size in bytes of a record that is parsed. A larger record is refused. Its digest is computed
+from its text, not from its value.
 """
 
 
