@@ -29,7 +29,7 @@ def padded_length(length: int, *, cp_size: int, tp_size: int = 1) -> int:
     Args:
         length: Number of tokens of the sequence, >= 1.
         cp_size: Number of ranks that share a row, >= 1.
-        tp_size: Number of ranks of tensor parallelism, >= 1.
+        tp_size: Number of tensor-parallel ranks, >= 1.
 
     Returns: *length*, rounded up to a multiple of cp_size * 2 * tp_size, or of tp_size if cp_size
     is 1.
@@ -141,7 +141,7 @@ class PackedLayout:
         Args:
             lengths: Number of tokens of each sequence, >= 1.
             cp_size: Number of ranks that share the row, >= 1.
-            tp_size: Number of ranks of tensor parallelism, >= 1.
+            tp_size: Number of tensor-parallel ranks, >= 1.
 
         >>> PackedLayout.from_lengths([5, 8, 1, 3], cp_size=2).cu_seqlens_padded.tolist()
         [0, 8, 16, 20, 24]

@@ -413,7 +413,9 @@ def describe_resume(schedule: EpochSchedule, name: str = "pack") -> str:
 
 
 def _sharing_text(tokens: IntArray, schedule: EpochSchedule) -> str:
-    """Describe how many packs each number of ranks shares, and the maximum tokens of a rank."""
+    """
+    Describe how many packs each number of ranks shares, and the maximum number of tokens of a rank.
+    """
     degrees = schedule.pack_degrees(0)
     packs = ", ".join(f"{num:,} on {counted(int(ranks), 'rank')}" for ranks, num in count_degrees(degrees).items())
     most = counted(int((-(-tokens // degrees)).max()), "token")
@@ -535,7 +537,8 @@ def _count_by_source(
 
     def total(samples: IntArray, name: str | None = None) -> NDArray[np.int64]:
         """
-        Return the sum of a column over *samples* for each source; without a column, their number.
+        Return the sum of a column over *samples* for each source; without a column, the number of
+        samples.
         """
         values = None if name is None else column(table, name)[samples]
         return np.bincount(owners[samples], values, num_sources).astype(np.int64)

@@ -270,7 +270,8 @@ def _objects_text(objects: object, order: str) -> str:
         if not isinstance(points, list) or not all(type(point) in {int, float} for point in points):
             fail(f"has coordinates that are not numbers in object {position}")
         if len(points) < _GEOMETRY[kinds[0]] or len(points) % 2 or (kinds[0] == "bbox_2d" and len(points) != 4):
-            fail(f"has {counted(len(points), 'coordinate')} in the {kinds[0]} of object {position}")
+            wanted = "4" if kinds[0] == "bbox_2d" else "an even number, at least 6"
+            fail(f"has {counted(len(points), 'coordinate')} in the {kinds[0]} of object {position}: write {wanted}")
         fields = [("desc", item["desc"]), (kinds[0], points)]
         rows.append(dict(fields if order == "desc_first" else reversed(fields)))
     return json.dumps(rows, ensure_ascii=False)

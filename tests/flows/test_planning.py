@@ -365,7 +365,7 @@ def test_the_log_says_how_many_packs_auto_needs_where_that_saves_some(caplog, al
         ({0}, 2, {"allow_single_long": False, "dataloader_drop_last": True}, {
             "data": "11 704", "packs": "3 80 1.0000", "left out": "4 80 457 1 7 0.99% 1", "supervised": "5 2.1%",
             "ranks": "3 2 1", "training": "1 3 2 4 2",
-            "warnings": ["1 1 0", "1 2", "1 60", "4 457 80 6 8..10", "1 2 1"]}),
+            "warnings": ["1 1 0", "1 2", "1 60", "4 36.36% 457 64.91% 80 6 8..10", "1 2 1"]}),
         ((), 1, {"drop_last": False}, {
             "data": "11 704", "packs": "8 80 0.8859", "long": "4 200", "supervised": "11 1.6%",
             "ranks": "8 1", "training": "4 12 1 2", "warnings": ["2 10 200 80 6 8..10"]}),
