@@ -29,7 +29,7 @@ from packplan.core.samples.tables import column, sample_indices
 
 log = logging.getLogger(__name__)
 
-KEPT_NOTE = "what was measured is kept; run again to continue"
+KEPT_NOTE = "measured lengths are kept: run again to continue"
 
 _OVERRIDE = re.compile(r"(?:model|template|custom|training)\.\w+=")
 """Start of an argument that sets a key, and is not a data file."""

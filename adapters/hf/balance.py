@@ -105,7 +105,7 @@ def balance(
             microbatch by itself.
         logprob_max_tokens: Maximum number of tokens of a forward pass without gradients, which
             computes old or reference log-probabilities; None uses *max_tokens*.
-        padded: Whether padding counts: the tokens of a microbatch are then its number of rows times
+        padded: Whether padding counts. The tokens of a microbatch are then its number of rows times
             the length of its longest row. Set *padded* for models without `unpad`.
         algorithm: Packing algorithm, a name in `core.packers.ALGORITHMS`; not used if *padded*.
         length_multiple: The length of each row is rounded up to a multiple of this number.
@@ -336,7 +336,7 @@ class _BalancedTraining:
         return "step" if loss in _DIVIDED_BY_STEP else "tokens" if loss == "bnpo" else "rows"
 
     def _make_microbatches(self, batches: list[Any]) -> list[tuple[dict[str, Any], float, BatchCounts]]:
-        """Return inputs, weight and counts of each of this rank's microbatches of a step."""
+        """Return inputs, weight and counts of each microbatch of this rank in a step."""
         step, rank, by = self._balance, self.args.process_index, self._divisor_kind
         split = [split_batch(batch) for batch in batches]
         divisors = [

@@ -4,7 +4,7 @@ Mixins for trainers that train packs by the schedule of a plan; `insert_base_cla
 `FollowsSchedule` sets the numbers of steps and epochs, checks each batch, and resumes runs, in
 trainers of transformers, TRL, ms-swift and `packplan sft`. `ComputesPacks` scales NEFTune's noise
 for each sample, and averages the evaluation loss over supervised tokens. The trainer of a stream,
-which has no schedule, uses `ComputesPacks` alone. `ServesPacks` adds data loaders of packs to
+which has no schedule, uses only `ComputesPacks`. `ServesPacks` adds data loaders of packs to
 trainers of other libraries.
 
 A mixin precedes the trainer's class among the base classes, so `super()` calls the trainer's own
@@ -93,7 +93,7 @@ def noise_by_sample(trainer: Any) -> Iterator[None]:
     Without `neftune_noise_alpha`, the context does nothing.
 
     Args:
-        trainer: Trainer inside its `train`, where transformers has added its own NEFTune hook.
+        trainer: Trainer whose `train` is running, after transformers has added its NEFTune hook.
     """
     alpha: float | None = trainer.neftune_noise_alpha
     if alpha is None:

@@ -50,7 +50,7 @@ column, its number of earlier real tokens, or its number of earlier ids that are
 POSITIONS: tuple[Positions, ...] = get_args(Positions)
 
 _BOUNDARIES = ("cu_seq", "seq_idx")
-"""Prefixes of the names of arguments that mark where each sample of a packed row begins."""
+"""Name prefixes of arguments that mark the beginnings of samples in a packed row."""
 
 _SCORES = "fused_lm_head"
 """
@@ -59,7 +59,7 @@ label get 0.
 """
 
 _NOT_BY_TOKEN = ("pixel", "image", "video", "attentions", "past_key_values", "pooler_output")
-"""Prefixes of the names of arguments and outputs whose first axes are not rows and positions."""
+"""Name prefixes of arguments and outputs whose first axes are not rows and positions."""
 
 
 HOOKED: WeakKeyDictionary[torch.nn.Module, Unpadding] = WeakKeyDictionary()
@@ -444,8 +444,8 @@ class Unpadding:
 
     def _pack_labels(self, module: Any, given: dict[str, Any], tokens: RealTokens) -> Any:
         """
-        Return arguments without labels that no token predicts; pack the labels if the head reads
-        real tokens only.
+        Return arguments without labels that no token predicts. Labels are packed if the head reads
+        only real tokens.
         """
         labels, mask, now = given.get("labels"), given["attention_mask"] != 0, self._thread
         if _pools_padding(self.model, given, mask):

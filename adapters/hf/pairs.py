@@ -99,7 +99,7 @@ class TrainsPairs(ServesPacks):
         return len((self.train_packs if self._evaluated is None else self._eval_packs).packs[inputs[PACK]])
 
     def compute_loss(self, model: Any, inputs: dict[str, Any], *args: Any, **options: Any) -> Any:
-        """Return the loss of a batch, weighted by its share of the samples of the step."""
+        """Return the loss of a batch, weighted by the batch's share of the step's samples."""
         step, logged = self._step, defaultdict[str, Any](lambda: defaultdict(list))
         own = {"_metrics": logged, "accelerator": LocalAccelerator(self.accelerator)}
         with replace_attributes(self, **(own if PACK in inputs and self._metrics is not None else {})):

@@ -84,8 +84,8 @@ class SaveOnSigterm(TrainerCallback):
 
     def on_step_end(self, _args: Any, _state: TrainerState, control: TrainerControl, **_: Any) -> None:
         """
-        Request a save and the end of training if any rank received SIGTERM; cancel an evaluation,
-        which would delay the save.
+        If any rank received SIGTERM, request a save and the end of training. An evaluation is
+        canceled, since it would delay the save.
         """
         if self.any_rank(self.received):
             self.stopped = control.should_save = control.should_training_stop = True
@@ -192,7 +192,7 @@ def remove_digests(folder: Path) -> None:
 
 
 def has_digests(folder: Path) -> bool:
-    """Return whether a checkpoint has digests, which a checkpoint of weights alone lacks."""
+    """Return whether a checkpoint has digests; a checkpoint that holds only weights has none."""
     return any(folder.glob(_DIGESTS))
 
 

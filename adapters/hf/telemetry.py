@@ -55,7 +55,8 @@ class LogsPacks(TimesSteps):
     @contextmanager
     def logging_epoch(self, epoch: int) -> Iterator[None]:
         """
-        Inside this context, log statistics of an epoch's steps; at its end, log those of the epoch.
+        Inside this context, log statistics of an epoch's steps. At its end, log statistics of the
+        whole epoch.
         """
         self._stats = stats = EpochStats.from_schedule(self.pack_stats(epoch), self.schedule, epoch)
         self._epoch_start = self._logged_until = self.state.global_step

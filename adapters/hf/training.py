@@ -313,7 +313,9 @@ class _PlannedTraining(ServesPacks):
     train_packs: RowsOfPacks
 
     def _inner_training_loop(self, *args: Any, **options: Any) -> Any:
-        """Load the facts of the rows from the resumed checkpoint, or read the rows; then train."""
+        """
+        Train, after loading facts of the rows from the resumed checkpoint, or reading the rows.
+        """
         packs, folder, state = self.train_packs, options.get("resume_from_checkpoint"), self.pack_batches.state
         if (facts := packs.facts) is None:  # `use_plan` found checkpoints, from which this run may go on
             facts = _load_facts(folder, len(packs.source.rows), state.plan) if folder else None

@@ -1,5 +1,6 @@
 """
-`unpad` makes a model skip padding; `separate_samples` makes it keep the samples of a row apart.
+`unpad` makes a model skip padding. `separate_samples` makes a model keep the samples of a row
+apart.
 
 `unpad` tries each module whose calls may be packed, with each way to find samples and to count
 positions. The trial rows have padding on the right, on the left and between tokens. `unpad` uses
@@ -72,9 +73,10 @@ def unpad(model: Any, *, logits: bool = True, groups: RowGroups | None = None, c
 
     Call `unpad` on each model that a trainer runs, after the trainer is built. Rows may be padded
     left, right, on both sides or between tokens. Apart from rounding, results at positions with
-    mask 1 equal those of the padded pass; at other positions they are 0. Generation is not packed.
-    First, `unpad` probes the model for a few seconds, as `separate_samples` does. Afterwards the
-    model uses the fastest attention that has passed the probe, usually Packplan's own.
+    mask 1 are the same as in the padded pass. Results at other positions are 0. Generation is not
+    packed. First, `unpad` probes the model for a few seconds, as `separate_samples` does.
+    Afterwards the model uses the fastest attention that has passed the probe, usually Packplan's
+    own.
 
     Args:
         model: Model of transformers, which may have adapters and may be wrapped for several ranks.

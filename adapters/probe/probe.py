@@ -59,8 +59,8 @@ _ROUNDS = 4
 
 
 _UNREACHED = (
-    "a small copy of the model cannot show what carries state from one sample to the next, since it cannot be built "
-    "with shorter lengths"
+    "the probe cannot build a small copy of the model with smaller values of settings that may carry state from sample "
+    "to sample"
 )
 
 
@@ -106,7 +106,7 @@ class _SmallCopies:
     native: str
     """
     Name of the attention of transformers that computes samples alone: sdpa if its logits differ
-    from those of eager by at most `limit`, else eager.
+    from eager's logits by at most `limit`, else eager.
     """
 
     limit: float
@@ -265,7 +265,7 @@ def split_state_layers(model: Any, row: ProbeRow) -> tuple[str, ...]:
     """
     Make layers that carry a state run sample by sample; return the names of these layers' classes.
 
-    The classes of such layers are found one after the other.
+    The classes of such layers are found one after another.
 
     Args:
         model: Model with `keep_rows`.

@@ -16,7 +16,7 @@ from packplan.core.batch import IGNORED_LABEL
 from packplan.core.errors import ArgumentError, counted
 
 _ROW_KEYS = ("attention_mask", "cu_seq", "max_length", "max_seq", "seq_idx", "seq_lengths", "num_items_in_batch")
-"""Prefixes of keys of a packed batch that are left out of the batch of a single sample."""
+"""Prefixes of keys of a packed batch that the batch of a single sample does not have."""
 
 _NUMBERING_KEYS = MappingProxyType({"seq_idx": 1, "attention_mask": 2})
 """
@@ -236,7 +236,7 @@ def _mark_starts(starts: Starts, filled: torch.Tensor) -> torch.Tensor:
     for row, own in enumerate(of_rows):
         for token in own:
             if not (0 <= token < filled.shape[1] and filled[row, token]):
-                raise _refusal(f"has no token {token:,} in row {row}, but starts names it")
+                raise _refusal(f"has no token {token:,} in row {row}: remove it from starts")
             begins[row, token] = True
     return begins
 

@@ -76,7 +76,7 @@ def assert_equal_to_alone(
     return the differences.
 
     The loss of a sample is the mean over its labels, or over all its tokens if there are no labels.
-    The compared gradients are those of the sum of the samples' losses.
+    Gradients of the sum of the samples' losses are compared.
 
     Args:
         model: Any model that returns logits, with trainable weights.

@@ -63,7 +63,7 @@ _NEEDED = {"input_ids", "inputs_embeds", "attention_mask", "labels"}
 """Inputs that are never left out in the search for the input that causes a difference."""
 
 _PATIENCE = timedelta(minutes=10)
-"""Longest time that a rank waits for the other ranks to reach the same model."""
+"""Maximum time that a rank waits for the other ranks to reach the same model."""
 
 _HOLD_S = 30
 """Maximum seconds that rank 0 waits at its end for ranks that have read the store less often."""

@@ -25,10 +25,10 @@ from packplan.adapters.proof.steps import restoring_training_state
 from packplan.core.equality import ProbeResult, loss_difference
 
 _SEED = 13
-"""Seed of the weights of a sum of outputs; without a loss, the gradient of this sum is computed."""
+"""Seed of random weights. Without a loss, the gradient of a weighted sum of outputs is computed."""
 
 _SKIPPED = re.compile("(cross_)?attentions|past_key_values|image|video|rope_deltas")
-"""Pattern of the names of outputs that a packed call need not return in the padded form."""
+"""Name pattern of outputs that a packed call need not return in the padded form."""
 
 _STATES, _GRADIENT = "last hidden state", "gradient of the embeddings"
 

@@ -37,7 +37,7 @@ _ENGINES = ("DEEPSPEED", "FSDP", "MEGATRON_LM")
 """Distributed types of accelerate that shard a model over ranks."""
 
 _RANDOM = re.compile("drop|noise")
-"""Part of the names of attributes that are rates of dropout or noise."""
+"""Name pattern of attributes that are rates of dropout or noise."""
 
 _SHARING = ("tp_size", "cp_size", "sp_size")
 """Names of settings of accelerate by which ranks share rows."""
@@ -249,9 +249,7 @@ def _run_for_mean(model: torch.nn.Module, samples: list[Sample], tokens: int, au
 
 
 def has_ranks() -> bool:
-    """
-    Return whether there are other ranks; ranks of a traced step, which are simulated, do not count.
-    """
+    """Return whether there are other ranks. Simulated ranks of a traced step do not count."""
     is_one = not (dist.is_available() and dist.is_initialized()) or dist.get_world_size() == 1
     return not is_one and dist.get_backend() != "fake"
 

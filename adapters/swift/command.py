@@ -59,7 +59,7 @@ _STEP_ARGUMENTS = (
     "bf16", "fp16", "gradient_checkpointing", "vit_gradient_checkpointing", "optim", "use_liger_kernel", "use_cpu",
     "fsdp", "deepspeed", "data_seed", "train_dataloader_shuffle",
 )  # fmt: skip
-"""Arguments that decide the memory of a step or the order of rows; keys of `training` in a YAML."""
+"""Arguments that decide the memory of a step or the order of rows, and are keys of `training`."""
 
 Degrees = int | Literal["auto"]
 """

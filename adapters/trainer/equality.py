@@ -3,8 +3,8 @@ Comparison of training on a pack with transformers' results for each of its samp
 
 The pack passes through all stages of training: data set, collator, the trainer's preparation,
 ms-swift's hooks. The reference skips these stages: each sample is encoded alone, the model itself
-computes position ids, and the only mask is the causal one. The reference always uses transformers'
-own attention, so that a fault in Packplan's attention is found, not repeated.
+computes position ids, and the only mask is causal. The reference always uses transformers' own
+attention, so that a fault in Packplan's attention is found, not repeated.
 """
 
 import contextlib
@@ -66,7 +66,7 @@ class PackComparison:
 
     def deviations(self, pack: int) -> Iterator[Deviation]:
         """
-        Yield the deviations of a pack from its samples alone, those of size 0 included.
+        Yield the deviations of a pack from its samples alone, including deviations of size 0.
 
         Args:
             pack: Pack index.

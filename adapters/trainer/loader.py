@@ -133,8 +133,8 @@ class Collator:
 
 def fill_token_weights(packs: Sequence[Sequence[Any]]) -> list[list[Sample]]:
     """
-    Return the samples of packs, all with token weights if any sample has them. A sample without
-    token weights gets weight 1 at supervised tokens, and 0 at other tokens.
+    Return the samples of packs. If any sample has token weights, every other sample gets weight 1
+    at supervised tokens, and 0 at other tokens.
 
     Otherwise ms-swift would join the existing weights without gaps, and so shift them to other
     tokens.

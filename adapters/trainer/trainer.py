@@ -98,7 +98,9 @@ class KeepIntervals(TrainerCallback):
     """
 
     def on_train_begin(self, args: Any, state: TrainerState, *_: Any, **__: Any) -> None:
-        """Replace intervals that a checkpoint may have restored in *state* by this run's."""
+        """
+        Replace intervals that a checkpoint may have restored in *state* with this run's intervals.
+        """
         state.compute_steps(args, state.max_steps)
 
 
@@ -242,7 +244,7 @@ class CheckedTrainer(KeepsCheckpoints, StopsAtNonFinite, ComputesPacks, TimesSte
 
     def evaluate(self, *arguments: Any, **options: Any) -> dict[str, float]:
         """
-        Evaluate all packs by their loss alone, and return metrics that are means over tokens.
+        Evaluate only the loss of all packs, and return metrics that are means over tokens.
 
         Raises:
             MismatchError: A pack is missing, or another pack is loaded in its place.

@@ -20,8 +20,8 @@ if TYPE_CHECKING:
     from rich.console import Console
 
 KEPT_NOTE = (
-    "what was measured, planned and saved is kept; run again to continue (training: with "
-    "training.resume_from_checkpoint=last, if a checkpoint was saved)"
+    "measured lengths, plans and checkpoints are kept: run again to continue (from a checkpoint with "
+    "training.resume_from_checkpoint=last)"
 )
 """Text that most commands print after Ctrl-C, about the work that is kept."""
 

@@ -109,7 +109,7 @@ def _with_stored_lengths(pipeline: Any, config: RunConfig, split: str, rows: Any
         saved = read_resume_state(Path(arguments.resume_from_checkpoint))
         found = RowFacts.from_rows((one, 0, UNKNOWN) for one in digests).digest
         if saved is not None and saved.data != found:
-            fact = f"the lengths in {folder} are not those that the checkpoint was trained with"
+            fact = f"the checkpoint was trained with other lengths than those in {folder}"
             raise StaleError("stale_lengths", fact)
     if not kept.size:  # ms-swift has none either
         return None

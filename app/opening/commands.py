@@ -97,7 +97,7 @@ def read_run_or_command(path: str, words: Sequence[str] = (), *, world_size: int
     if starts_swift_command(path):
         return resolve_command([path, *words], world_size=world_size)
     if Path(path).suffix == ".sh":
-        reason = "is a script, which is not read: put packplan before its command, as packplan plan build swift sft ..."
+        reason = "is a script, which is not read: put packplan before its command, as in packplan plan build swift sft"
         raise ConfigError(path, (Fault("", reason),))
     return read_config(path, words)
 

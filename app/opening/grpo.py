@@ -185,7 +185,9 @@ def _open_prompts(config: RlConfig, files: tuple[str, ...], processor: Any) -> P
     if not files:
         return None
     if not getattr(processor, "chat_template", None):
-        raise ConfigError.for_key("model.model", f"is {config.model.model}, whose tokenizer has no chat template")
+        raise ConfigError.for_key(
+            "model.model", f"is {config.model.model}, whose tokenizer has no chat template: add one"
+        )
     custom, cache = config.custom, records_cache(config)
     records = open_records(files, max_line_bytes=custom.max_line_bytes, cache=cache, media=custom.media_dir)
     return Prompts(records, custom, system=config.template.system, sees=isinstance(processor, ProcessorMixin))
@@ -200,10 +202,10 @@ def _load_reward(name: str) -> Callable[..., Any]:
     try:
         found = pkgutil.resolve_name(name)
     except Exception as error:  # whatever the user's own module raises
-        reason = f"has {name}, which is not a function module:function: {type(error).__name__}: {error}"
+        reason = f"has {name}, which cannot be imported as module:function: {type(error).__name__}: {error}"
         raise ConfigError.for_key(key, reason) from error
     if not callable(found):
-        raise ConfigError.for_key(key, f"has {name}, which is not a function")
+        raise ConfigError.for_key(key, f"has {name}, which is not a function: name a function")
 
     @functools.wraps(found)
     def refuse_its_errors(**columns: Any) -> Any:

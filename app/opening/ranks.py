@@ -111,7 +111,7 @@ def read_settings_files(config: RunConfig) -> dict[str, Any]:
         mixes = load_mixes(config.custom.fusion_config)
 
         def replace_file(_: object, field: Any, value: object) -> object:
-            """Replace a data file's path by its index in `mixes.files`; keep any other value."""
+            """Replace a data file's path with its index in `mixes.files`; keep any other value."""
             return mixes.files.index(str(value)) if field is not None and field.name == "jsonl" else value
 
         found["custom.fusion_config"] = {
@@ -192,5 +192,5 @@ def hold_output_lock(config: RunConfig, group: RankGroup, *, key: str = "trainin
             except (ConfigError, OutputError) as error:  # raised once the others know
                 failure = error
         if group.any(failure is not None):
-            raise failure or ConfigError.for_key(key, f"is {folder}, which rank 0 cannot train into")
+            raise failure or ConfigError.for_key(key, f"is {folder}, which rank 0 cannot use: see the error of rank 0")
         yield

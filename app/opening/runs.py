@@ -35,8 +35,8 @@ def read_config(path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
     Read the YAML of a run, and resolve its model, data and mixes to files on this machine.
 
     Args:
-        path: Path of the YAML. A relative `extends:` is relative to its folder; all other relative
-            paths are relative to the working directory.
+        path: Path of the YAML. A relative `extends:` is relative to the YAML's folder. All other
+            relative paths are relative to the working directory.
         overrides: Values for single keys, such as `training.learning_rate=1e-4`, which replace the
             values in the YAML.
 

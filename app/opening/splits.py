@@ -80,7 +80,7 @@ def _open_on_node(
     template = open_template(config.model, config.template, packing_length=config.packing_length)
     if differences := key.differences(length_inputs(config, template)):
         faults = (
-            Fault(one.key, f"is {one.current!r} here, but {one.stored!r} where the run began") for one in differences
+            Fault(one.key, f"is {one.current!r}, but {one.stored!r} on the starting machine") for one in differences
         )
         raise ConfigError("its environment", tuple(faults))
     measurer = SwiftMeasurer(SwiftEncoder(config, paths, template=template, records=records))

@@ -96,7 +96,7 @@ def write_new_file(path: Path, text: str, *, replaces: str | None = None) -> Non
     """
     held = path.read_bytes() if path.is_file() else b"" if path.exists() else None
     if held not in {None, text.encode()} and (replaces is None or not held.startswith(replaces.encode())):
-        raise ConfigError.for_key("--output", f"is {path}, which holds something else: name another file, or remove it")
+        raise ConfigError.for_key("--output", f"is {path}, which has other content: name another file, or remove it")
     files.write_bytes(path, text.encode())
 
 

@@ -1,6 +1,4 @@
-"""
-Measure and plan a run before training; `packplan sft run.yaml` then starts to train at once.
-"""
+"""Measure and plan a run before training. `packplan sft run.yaml` then starts to train at once."""
 
 import argparse
 import logging

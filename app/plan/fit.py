@@ -186,8 +186,8 @@ def forecast_memory(config: RunConfig, *, memory: int | None, ranks: int) -> Mem
 def _assumptions(config: RunConfig) -> list[str]:
     """Return the assumptions behind the figures, one sentence for each."""
     on_gpu = not config.training.trainer.get("use_cpu")
-    others = ", and for CUDA and NCCL: an assumption, not measured on a GPU" if on_gpu else ": an assumption"
-    notes = [f"{MARGIN:.0%} are added for rounding and fragmentation of blocks{others}"]
+    others = ", and for CUDA and NCCL (assumed, not measured on a GPU)" if on_gpu else " (assumed)"
+    notes = [f"the margin adds {MARGIN:.0%} for rounding and fragmentation of blocks{others}"]
     if config.training.trainer.get("use_liger_kernel"):
         notes.append("fused losses are assumed to store no logits, which was never compared with a measured peak")
     if on_gpu:

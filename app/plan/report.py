@@ -77,7 +77,7 @@ def reported_plan(opened: StoredSplit, measured: Iterable[Figure] = ()) -> Repor
 
 def _source_lengths(opened: StoredSplit) -> dict[str, IntArray]:
     """
-    Return the lengths of samples of each of the largest sources, and of all other sources together.
+    Return the sample lengths of each of the largest sources, and of all other sources together.
     """
     lengths, files = opened.lengths.tokens, opened.lengths.origin.files
     if not files:

@@ -35,7 +35,7 @@ class StoredSplit:
     """Plan of the chosen epoch, and records of all epochs."""
 
     split: PlannedSplit
-    """The split with its lengths, raw plan, aligned plan and works under the run's policy."""
+    """The split with its lengths, raw plan, aligned plan and work under the run's policy."""
 
     schedule: EpochSchedule
     """Schedule of the plan of the chosen epoch."""
@@ -163,7 +163,7 @@ def _plan_of_epoch(planner: EpochPlanner, stored: StoredPlan, epoch: int, digest
         NotBuiltError: The plans of the epochs are not stored, or have changed.
     """
     if not stored.epochs:
-        raise NotBuiltError(where, "holds the plan of one epoch, but not of the others")
+        raise NotBuiltError(where, "holds the plan of one epoch, but no plans of the others")
     last = stored.epochs[-1].epoch
     if epoch > last:
         raise ConfigError.for_key("--epoch", f"is {epoch}, but only epochs 0 to {last} are planned: name one of these")

@@ -250,7 +250,7 @@ def _image_faults(name: str, lengths: StoredLengths, source: LengthSource, *, de
             continue
         for number, (then, now) in enumerate(zip(measured.media, found, strict=True)):
             if differences := then.differences(now):
-                reason = f"is not the one that was measured: {'; '.join(map(str, differences))}"
+                reason = f"has changed since it was measured: {'; '.join(map(str, differences))}"
                 yield Finding("images", f"image {number} of sample {index}", reason)
 
 

@@ -39,7 +39,7 @@ COLUMNS: Mapping[str, Callable[[PlanSummary, ScheduleSummary], str]] = MappingPr
         "imbalance": lambda _, schedule: f"{schedule.work_imbalance:.3f}",
     }
 )
-"""Column of the table -> function from the figures of a combination to the text of its cell."""
+"""Column of the table -> function that returns the text of a cell, from a combination's figures."""
 
 
 @attrs.frozen

@@ -85,7 +85,7 @@ def plan_first_epoch(
     Args:
         name: Name of the split, for messages.
         policy: Settings of planning.
-        samples: Lengths and works of all records.
+        samples: Lengths and work of all records.
         recipe: Samples of each epoch; None plans all samples.
         quick_bound: Whether to compute a faster, looser lower bound, which is enough to compare
             plans.

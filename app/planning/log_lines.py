@@ -77,9 +77,8 @@ def describe_run(config: RunConfig, splits: Sequence[PlannedSplit], schedule: Ep
     rows |= {split.name: describe_evaluation(split) for split in splits[1:]}
     if train.epochs is not None:
         packs = [one.num_packs for one in train.epochs.records]
-        rows["epochs"] = (
-            f"{min(packs):,} to {max(packs):,} packs: each epoch has its own plan; the rows above are of the first"
-        )
+        own = "each epoch has its own plan, and the rows above are of the first epoch"
+        rows["epochs"] = f"{min(packs):,} to {max(packs):,} packs: {own}"
     rows |= training
     level, line = partial_window_line(config, schedule) or (logging.WARNING, "")
     if level == logging.INFO:

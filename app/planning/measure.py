@@ -209,7 +209,7 @@ class BadRecords:
 
     def restore(self, known: Sequence[BadRecord]) -> None:
         """
-        Replace the bad records by those of an earlier run.
+        Replace the bad records with the bad records of an earlier run.
 
         Raises:
             RecordError: There are bad records, but none are allowed.

@@ -129,7 +129,7 @@ def measure_and_plan(
 
     ranks.require_same(f"the {name} plan's checksum", planned.checksum)
     # A rank that sees other data would train on other samples under the same plan.
-    ranks.require_same(f"what the {name} lengths depend on", source.fingerprint().digest)
+    ranks.require_same(f"the inputs of the {name} lengths", source.fingerprint().digest)
     ranks.require_same(f"the {name} data", data_digest)
     return planned
 

@@ -63,8 +63,8 @@ def forced_batch_lines(config: RunConfig) -> Iterator[str]:
 
 def balanced_sync_point(config: RunConfig) -> SyncPoint | None:
     """
-    Return where a run's ranks wait for each other: `step` or `microbatch`; None if packs are not
-    assigned by work.
+    Return the point at which a run's ranks wait for each other: `step` or `microbatch`. None if
+    packs are not assigned by work.
 
     `training.packing_balance: auto` means `microbatch` under FSDP and under DeepSpeed from stage 2
     on, else `step`. On a single rank, assignment by work has no effect.
@@ -77,7 +77,8 @@ def balanced_sync_point(config: RunConfig) -> SyncPoint | None:
 
 def sync_point_of(config: RunConfig) -> SyncPoint:
     """
-    Return where the ranks of a run wait for each other, which depends on FSDP and DeepSpeed.
+    Return the point at which a run's ranks wait for each other under its FSDP or DeepSpeed
+    settings.
     """
     training = config.training
     stage = zero_stage(training.trainer.get("deepspeed"))
@@ -133,7 +134,7 @@ def partial_window_line(config: RunConfig, schedule: EpochSchedule) -> tuple[int
     else None.
 
     The level is a warning if another batch size gives even steps, else info. The warning names
-    `training.gradient_accumulation_steps` if that key alone decides the accumulation.
+    `training.gradient_accumulation_steps` if only that key decides the accumulation.
     """
     if not isinstance(schedule.num_packs, int):
         window, epochs = schedule.gradient_accumulation_steps, len(schedule.num_packs)

@@ -78,7 +78,7 @@ def prepare_stream(config: RunConfig, group: RankGroup) -> StreamTrainer:
         with suppress(RecordError):
             train.measure_in_full(first)
     inputs, data = train.fingerprint(), train.data_digest(len(train))
-    ranks.require_same("what the train samples depend on", inputs.digest)
+    ranks.require_same("the inputs of the train samples", inputs.digest)
     ranks.require_same("the train data", data)
     versions: dict[str, Value] = {"binpacking": PACKER_VERSION, "the rules of packing": RULES_VERSION}
     fixed = {**inputs.inputs, "the train data": data, **stream_inputs(config), **versions}

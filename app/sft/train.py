@@ -124,7 +124,7 @@ def _schedule_packs(config: RunConfig, train: PlannedSplit, ranks: Ranks) -> Epo
     Return the schedule of the packs from the start of training.
 
     Raises:
-        MismatchError: Ranks computed different works of the packs.
+        MismatchError: Ranks computed different work for the packs.
         ArgumentError: The number of ranks does not allow the batch size, or an epoch has no packs.
     """
     pack_works = train.pack_works

@@ -148,7 +148,7 @@ def test_ctrl_c_keeps_what_was_measured_and_the_next_start_goes_on(cluster, buil
     kept = DiskLengthStore(tmp_path / "two" / "static_packing" / "train").inspect().rows.table
     assert alone == build("two", "--ray", cluster, of="qwen2", custom=dict(custom))
 
-    assert "interrupted: what was measured" in said
+    assert "interrupted: measured lengths" in said
     assert 3 * RayExecutor.block_size == len(kept)
     assert 10 + 1 == len(received), "all blocks once, and the one that was waited for"
 

@@ -144,7 +144,7 @@ def test_a_policy_that_sees_is_trained_with_adapters(write_rl, tmp_path):
 @pytest.mark.parametrize(
     ("overrides", "says"),
     [
-        (["grpo.reward_funcs=gone:reward"], "grpo.reward_funcs has gone:reward, which is not a function module:func"),
+        (["grpo.reward_funcs=gone:reward"], "grpo.reward_funcs has gone:reward, which cannot be imported as module"),
         (["grpo.reward_funcs=tests.e2e.test_rl:boom"], "test_rl:boom, which failed: KeyError: 'answer'"),
         (["grpo.num_generations=3"], "grpo is refused by TRL: .* must be divisible by num_generations"),
         (

@@ -197,7 +197,10 @@ def test_noise_of_a_stream_is_that_of_each_sample_alone(write_rollout):
 
 @pytest.mark.parametrize(
     ("allowed", "counted", "says"),
-    [(True, "epoch_long_samples", "a pack of its own"), (False, "epoch_skipped_samples", "skipped; training.packing_")],
+    [
+        (True, "epoch_long_samples", "a pack by itself"),
+        (False, "epoch_skipped_samples", "is skipped; training.packing_"),
+    ],
 )
 def test_long_samples_are_logged_one_by_one(write_rollout, text_jsonl, caplog, allowed, counted, says):  # noqa: PLR0917  # fixtures
     """With record, length and limit; fill of steps and epoch counts them as full."""
@@ -312,7 +315,7 @@ def test_what_needs_a_plan_refuses_a_stream(write_rollout, capsys):
     [
         ({}, {"resume_from_checkpoint": "last"}, ConfigError, "finds no complete checkpoint"),
         ({"fusion_config": "mix.yaml"}, {}, ConfigError, "both name the data"),
-        ({}, {"effective_batch_size": 500}, DataSetError, "epoch 0 has no step, since no step has 500 packs"),
+        ({}, {"effective_batch_size": 500}, DataSetError, "epoch 0 has no step, since a rank has fewer than 500 packs"),
     ],
 )
 def test_what_does_not_go_together_is_refused(write_rollout, custom, training, error, says):

@@ -170,7 +170,7 @@ def test_a_report_is_written_again_and_no_other_file_is_replaced(run, tmp_path, 
         assert status == command.main(["report", str(run), "-o", str(out)])
     assert (out.read_text(), True) == (
         "notes",
-        f"--output is {out}, which holds something else" in capfd.readouterr().err,
+        f"--output is {out}, which has other content" in capfd.readouterr().err,
     )
     assert 2 == command.main(["report", str(run), "-o", str(tmp_path)])
     assert 2 == command.main(["report", str(run), "-o", str(tmp_path / "no" / "out.html")])

@@ -173,16 +173,18 @@ class StreamDataset(IterableDataset[StreamedPack | ReaderEnd | PackplanError]):
     def _log_long(self, item: StreamItem, length: int) -> None:
         if length < self.options.packing_length:
             return
-        level, outcome = logging.WARNING, "skipped; training.packing_allow_single_long: true trains it"
+        level, outcome = logging.WARNING, "is skipped; training.packing_allow_single_long: true trains it"
         if self.options.allow_single_long:
-            level, outcome = logging.INFO, "a pack of its own"
+            level, outcome = logging.INFO, "becomes a pack by itself"
         holds = f"{length:,} tokens, at least the packing length of {self.options.packing_length:,}"
-        log.log(level, "%s: %s: %s", self._record_location(item), holds, outcome)
+        log.log(level, "%s has %s, and %s", self._record_location(item), holds, outcome)
 
 
 @attrs.frozen
 class StreamCollator:
-    """Collator of a pack that adds the lengths of its samples and the progress of its reader."""
+    """
+    Collator that adds the lengths of samples and the reader's progress to the batch of a pack.
+    """
 
     collate: Callable[[list[Any]], Any]
     """Collator of packs."""

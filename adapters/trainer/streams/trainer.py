@@ -173,7 +173,7 @@ class StreamTrainer(CheckedTrainer):
         if not self.options.drop_last:
             return f"epoch {self._epoch} has no pack to train: set training.packing_allow_single_long: true"
         return (
-            f"epoch {self._epoch} has no step, since no step has {packs} on each rank; set training.packing_drop_last: "
+            f"epoch {self._epoch} has no step, since a rank has fewer than {packs}: set training.packing_drop_last: "
             "false, lower training.effective_batch_size or training.packing_min_fill_ratio, or add data"
         )
 
