@@ -226,10 +226,7 @@ def _is_too_small(buffer: Sequence[StreamItem], options: StreamOptions) -> bool:
 
 
 def flush_buffer(state: ReaderState, *, options: StreamOptions) -> ReaderState:
-    """
-    Return the state after the rest of the buffer has been packed, when a reader has read its last
-    sample.
-    """
+    """Pack the rest of the buffer after a reader has read its last sample; return the new state."""
     return _pack_buffer(state, options, at_end=True)
 
 

@@ -218,7 +218,9 @@ def _quantisation_faults(model: ModelConfig, training: TrainingConfig) -> Iterat
     """Yield faults in the keys of quantised weights."""
     if model.quant_method is None:
         if model.quant_bits is not None:
-            yield Fault("model.quant_bits", "has no effect without model.quant_method: set that to bnb, or remove this")
+            yield Fault(
+                "model.quant_bits", "has no effect without model.quant_method: bnb: set both keys, or remove it"
+            )
         return
     if model.quant_bits not in {4, 8}:
         yield Fault("model.quant_bits", f"is {model.quant_bits}, but has to be 4 or 8")

@@ -198,9 +198,9 @@ class TemplateConfig:
 
     today: str | None = key(None, lengths="value if set")
     """
-    Date that prompts give as today, such as `2026-11-28`. The key is required for templates that
-    write today's date, such as those of Llama 3.2, Mistral and gpt-oss. A resumed run must have the
-    same date.
+    Date that prompts state as today's date, such as `2026-11-28`. The key is required for templates
+    that write today's date, such as those of Llama 3.2, Mistral and gpt-oss. A resumed run must
+    have the same date.
     """
 
     agent_template: str | None = key(None, lengths="value")

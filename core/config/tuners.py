@@ -73,7 +73,7 @@ def tuner_faults(training: TrainingConfig) -> Iterator[Fault]:
         tuners = tuners_of(key)
         # A run that trains all weights may keep the adapter keys in its YAML.
         if value and not UNSET.get(key) and tuners and training.tuner_type not in tuners:
-            reason = f"needs training.tuner_type: {' or '.join(tuners)}, but that is {training.tuner_type}: remove it"
+            reason = f"needs training.tuner_type: {' or '.join(tuners)}, not {training.tuner_type}: remove it"
             yield Fault(f"training.{key}", reason)
         elif key in _CHECKS and value is not None:
             yield from (Fault(f"training.{key}", reason) for reason in _CHECKS[key](value))

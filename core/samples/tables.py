@@ -178,7 +178,9 @@ class ShortcutError(Exception):
         self.where, self.quick, self.encoded = where, quick, encoded
 
     def __str__(self) -> str:
-        return f"{self.where} is {self.quick} by a shortcut, but encodes to {self.encoded} ({', '.join(COLUMNS)})"
+        return (
+            f"a shortcut gave {self.quick} for {self.where}, but encoding gives {self.encoded} ({', '.join(COLUMNS)})"
+        )
 
 
 RecordOutcome = MeasuredSample | RecordError
