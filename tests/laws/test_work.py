@@ -203,7 +203,7 @@ WIDE = {"attention_bias": False, "out_hidden_size": 8, "image_size": 8}
             "has num_hidden_layers inf, but the work of a sample needs a finite",
         ),
         ({**TEXT, "num_attention_heads": 0}, "has num_attention_heads 0, but a model"),
-        ({**TEXT, "num_streams_size": 4}, "what num_streams_size of its config.json adds"),
+        ({**TEXT, "num_streams_size": 4}, "the effect of num_streams_size in its config.json"),
         ({**TEXT, "layer_types": ["sliding_attention"] * 3, "sliding_window": 4, "swa_head_dim": 4}, "swa_head_dim"),
         ({**TEXT, "num_experts": 4}, "no num_experts_per_tok"),
         ({"text_config": TEXT, "vision_config": {}}, "its vision tower is not known"),
