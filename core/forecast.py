@@ -403,8 +403,7 @@ class StepFlops:
         Sum values of microbatches, shape (num_microbatches, …), over each step; shape (num_steps,
         …).
         """
-        sums: Floats = np.add.reduceat(batches, np.cumsum(self.counts) - self.counts, axis=0)
-        return sums
+        return np.add.reduceat(batches, np.cumsum(self.counts) - self.counts, axis=0)
 
 
 def calibration_packs(
@@ -642,7 +641,9 @@ def longest_fit(peak_at: Callable[[int], int], *, start: int, limit: int, most: 
     9984
     """
     room = limit / (1 + MARGIN)
-    known = {one: peak_at(one) for one in {start, _second_length(start, most)}}
+    # The second length is twice the first, or half of it if twice is too long.
+    second = 2 * start if 2 * start <= most else max(1, start // 2)
+    known = {one: peak_at(one) for one in {start, second}}
     for _ in range(_ATTEMPTS):
         length = _extrapolate(known, room, most=most)
         if length in known:
@@ -655,14 +656,6 @@ def longest_fit(peak_at: Callable[[int], int], *, start: int, limit: int, most: 
     fitting = [one for one, peak in known.items() if peak <= room and one <= most]
     longest = max(fitting, default=0)
     return LongestFit(longest, known.get(longest, min(known.values())), limited=longest == most)
-
-
-def _second_length(start: int, most: int) -> int:
-    """
-    Return the second length to trace: twice *start* if that is at most *most* tokens, else half of
-    *start*.
-    """
-    return 2 * start if 2 * start <= most else max(1, start // 2)
 
 
 def _extrapolate(known: dict[int, int], room: float, *, most: int) -> int:

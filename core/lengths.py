@@ -141,8 +141,7 @@ def _raise_first_bad(values: Sequence[object]) -> None:
 
 def squares(lengths: IntArray) -> NDArray[np.float64]:
     """Return the squares of *lengths* as float64, since the squares may exceed 64-bit integers."""
-    found: NDArray[np.float64] = lengths.astype(np.float64) ** 2
-    return found
+    return lengths.astype(np.float64) ** 2
 
 
 def as_whole_number(name: str, value: int, *, least: int = 1, most: int = 2**63 - 1) -> int:

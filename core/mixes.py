@@ -255,8 +255,7 @@ def draw_in_order(mixes: Mixes, sizes: Sequence[int], *, seed: int, epoch: int) 
         )
         for number, (source, file, quota) in enumerate(zip(mix.sources, files, wanted, strict=True))
     ]
-    indices: IntArray = np.concatenate(drawn)[seeded_permutation(sum(wanted), seed=(seed, epoch, len(wanted)))]
-    return indices
+    return np.concatenate(drawn)[seeded_permutation(sum(wanted), seed=(seed, epoch, len(wanted)))]
 
 
 def select_records(mixes: Mixes, lengths: Lengths, sizes: Sequence[int], *, seed: int, epoch: int) -> IntArray:

@@ -31,16 +31,9 @@ _SAVED = 500
 
 
 _COUNTS = (
-    "packing_length",
-    "num_samples",
-    "num_tokens",
-    "planned_tokens",
-    "dropped_tokens",
-    "skipped_tokens",
-    "long_tokens",
-    "lower_bound",
-    "auto_packs",
-)
+    "packing_length", "num_samples", "num_tokens", "planned_tokens", "dropped_tokens", "skipped_tokens", "long_tokens",
+    "lower_bound", "auto_packs",
+)  # fmt: skip
 
 _BOUND_KINDS: tuple[BoundKind, ...] = get_args(BoundKind)
 

@@ -158,8 +158,7 @@ def _exchange_rows(rows: torch.Tensor, sent: list[int], received: list[int], gro
     Send *sent[r]* consecutive rows to each rank r, and return the received rows in the order of
     ranks.
     """
-    result: torch.Tensor = collectives.all_to_all_single(rows.contiguous(), received, sent, group)
-    return result
+    return collectives.all_to_all_single(rows.contiguous(), received, sent, group)
 
 
 def gather_rows(part: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:

@@ -45,15 +45,9 @@ LIBRARIES: Mapping[Path, tuple[str, ...]] = {
 """For each table, the packages from which it was read."""
 
 WORDS = {
-    "null": "null",
-    "bool": "true or false",
-    "int": "a whole number",
-    "float": "a number",
-    "str": "a text",
-    "list": "a list of texts",
-    "numbers": "a list of numbers",
-    "dict": "a section of keys",
-}
+    "null": "null", "bool": "true or false", "int": "a whole number", "float": "a number", "str": "a text",
+    "list": "a list of texts", "numbers": "a list of numbers", "dict": "a section of keys",
+}  # fmt: skip
 """Words that messages use for each type, by the type's name."""
 
 TYPES: Mapping[Any, str] = {

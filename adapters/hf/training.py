@@ -353,7 +353,7 @@ class _PlannedTraining(ServesPacks):
 
     def compute_loss(self, model: Any, inputs: dict[str, Any], *args: Any, **options: Any) -> Any:
         """Return the loss of a batch, computed without a cache, which would mix its samples."""
-        if self._has_use_cache:
+        if hasattr(self.model.config.get_text_config(), "use_cache"):
             inputs = {**inputs, "use_cache": False}
         return super().compute_loss(model, inputs, *args, **options)
 
@@ -368,10 +368,6 @@ class _PlannedTraining(ServesPacks):
         with replace_attributes(self.unpadding, omits_eval_logits=prediction_loss_only):
             outputs = super().prediction_step(model, inputs, prediction_loss_only, **options)
         return outputs if mask is None else _flatten_rows(outputs, mask.bool())
-
-    @property
-    def _has_use_cache(self) -> bool:
-        return hasattr(self.model.config.get_text_config(), "use_cache")
 
 
 def _flatten_rows(value: Any, mask: torch.Tensor) -> Any:

@@ -362,8 +362,7 @@ def _call_loss(
 
 
 def _loss_name(loss: object) -> str:
-    name: str = getattr(loss, "__name__", type(loss).__name__)
-    return name
+    return getattr(loss, "__name__", type(loss).__name__)
 
 
 def _require_positions(logits: torch.Tensor, num_positions: int) -> None:

@@ -177,8 +177,7 @@ class WatchedPass:
                 sizes = torch.maximum(sizes, torch.stack([by_token[place].max() for place in places]))
             else:
                 sizes[sample] = torch.maximum(sizes[sample], size.max().to(sizes))
-        largest: list[float] = sizes.tolist()
-        return largest
+        return sizes.tolist()
 
     def _view_by_token(self, value: torch.Tensor) -> torch.Tensor:
         view = view_by_token(value, self.packed.shape)

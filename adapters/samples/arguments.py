@@ -174,19 +174,14 @@ def _candidate_types(model: ModelConfig) -> tuple[Sequence[str | None], Sequence
     types = [model.model_type] if model.model_type else _matching_types(architecture)
     if not types and not any(f"{part}_config" in config_content(model) for part in _MEDIA):
         return [None], []
-    return types, _matching_templates(types)
+    known = [MODEL_MAPPING[name] for name in types if name in MODEL_MAPPING]
+    return types, list(dict.fromkeys(name for meta in known for name in meta.candidate_templates))
 
 
 def _matching_types(architecture: str) -> list[str]:
     """Return ms-swift's types of causal language models that have *architecture*."""
     metas = [meta for meta in MODEL_MAPPING.values() if architecture in (meta.architectures or ())]
     return [meta.model_type for meta in metas if not meta.is_reward and meta.task_type in (None, "causal_lm")]
-
-
-def _matching_templates(types: Sequence[str]) -> list[str]:
-    """Return ms-swift's template types for the model types *types*."""
-    known = [MODEL_MAPPING[name] for name in types if name in MODEL_MAPPING]
-    return list(dict.fromkeys(name for meta in known for name in meta.candidate_templates))
 
 
 def _choice_fault(model: ModelConfig, key: str, what: str, found: Sequence[str | None]) -> Fault:

@@ -264,8 +264,6 @@ class DiskVerdictStore:
         """
         Return the verdict saved under *key*, or None; CorruptArtefactError if it is damaged.
         """
-        if not self._manifest.parent.is_dir():
-            return None
         with _advise_to_delete(self._manifest):
             manifest = files.read_manifest(self._manifest, VERDICT_SCHEMA)
         if manifest is None:

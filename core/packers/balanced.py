@@ -225,8 +225,7 @@ def _cut_reserve(wanted: IntArray, beside: IntArray, given_up: int) -> IntArray:
     Return the reserved tokens of each sample: *wanted* minus *given_up*, limited to the range from
     0 to *beside*.
     """
-    left: IntArray = np.clip(wanted - given_up, 0, beside)
-    return left
+    return np.clip(wanted - given_up, 0, beside)
 
 
 def _starting_labels(tokens: IntArray, keys: NDArray[np.uint16] | None, *, num: int) -> IntArray:
@@ -244,5 +243,4 @@ def _fill_emptiest(lengths: IntArray, num: int) -> IntArray:
     """Put each sample, in the given order, into the emptiest of *num* packs; return its pack."""
     heap = list(range(num))  # load and pack in one number
     keys = [heapreplace(heap, heap[0] + length) for length in (lengths * num).tolist()]
-    labels: IntArray = np.array(keys, dtype=np.int64) % num
-    return labels
+    return np.array(keys, dtype=np.int64) % num

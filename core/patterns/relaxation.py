@@ -82,7 +82,8 @@ def tighten_bound(
             if master is None:
                 break
             for smoothing in (_SMOOTHING, 0.0):
-                effort.spend(_estimate_knapsack_steps(sizes.size, capacity))
+                # Its table has an entry for each token, and more sizes need more passes over it.
+                effort.spend(capacity * (12 + sizes.size // 150))
                 smoothed = smoothing * centre + (1 - smoothing) * master.duals
                 knapsack = solve_knapsack(sizes, np.floor(np.maximum(smoothed, 0) * _SCALE).astype(np.int64), capacity)
                 total = sum(price * count for price, count in zip(knapsack.prices.tolist(), tally.counts, strict=True))
@@ -105,14 +106,6 @@ def estimate_master_steps(patterns: Collection[Pattern]) -> int:
     """
     num_sizes = len({index for pattern in patterns for index in pattern})
     return 15_000 + num_sizes * sum(map(len, patterns)) // 4
-
-
-def _estimate_knapsack_steps(num_sizes: int, capacity: int) -> int:
-    """
-    Estimate the number of steps to solve a knapsack problem. The table of the knapsack has an entry
-    for each number of tokens, and more sizes need more passes over the table.
-    """
-    return capacity * (12 + num_sizes // 150)
 
 
 @attrs.frozen
@@ -188,8 +181,7 @@ class SolvedKnapsack:
         """
         Return, for each size, the highest price of a pattern that contains it; shape (num_sizes,).
         """
-        worth: IntArray = self.prices + self.worth[self.worth.size - 1 - self.sizes]
-        return worth
+        return self.prices + self.worth[self.worth.size - 1 - self.sizes]
 
     def patterns_with(self, indices: list[int]) -> Iterator[Pattern]:
         """For each size in *indices*, yield the pattern with the highest price that contains it."""

@@ -62,20 +62,13 @@ three.
 """
 
 _ROLES = {
-    "user": "user",
-    "human": "user",
-    "assistant": "assistant",
-    "gpt": "assistant",
-    "bot": "assistant",
+    "user": "user", "human": "user",
+    "assistant": "assistant", "gpt": "assistant", "bot": "assistant",
     "system": "system",
-    "tool_call": CALL,
-    "function_call": CALL,
-    "tool": RESPONSE,
-    "tool_response": RESPONSE,
-    "function_response": RESPONSE,
-    "observation": RESPONSE,
+    "tool_call": CALL, "function_call": CALL,
+    "tool": RESPONSE, "tool_response": RESPONSE, "function_response": RESPONSE, "observation": RESPONSE,
     "observations": RESPONSE,
-}
+}  # fmt: skip
 """Name of a role in messages -> role of ms-swift."""
 
 _LOSSES = ("weight", "train")

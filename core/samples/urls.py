@@ -10,20 +10,10 @@ import re
 from collections.abc import Mapping
 from types import MappingProxyType
 
-PACKAGES: Mapping[str, str | None] = MappingProxyType(
-    {
-        "http": None,
-        "https": None,
-        "s3": "s3fs",
-        "s3a": "s3fs",
-        "gs": "gcsfs",
-        "gcs": "gcsfs",
-        "hf": "huggingface_hub",
-        "az": "adlfs",
-        "oss": "ossfs",
-        "memory": None,
-    }
-)
+PACKAGES: Mapping[str, str | None] = MappingProxyType({
+    "http": None, "https": None, "s3": "s3fs", "s3a": "s3fs", "gs": "gcsfs", "gcs": "gcsfs", "hf": "huggingface_hub",
+    "az": "adlfs", "oss": "ossfs", "memory": None,
+})  # fmt: skip
 """
 Scheme -> package that is needed to read its URLs, in addition to fsspec; None if fsspec is enough.
 """

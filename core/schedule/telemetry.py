@@ -293,5 +293,4 @@ class EpochStats:
 
 def _sum_rows(works: NDArray[np.float64], num_rows: int) -> NDArray[np.float64]:
     """Sum every *num_rows* neighbouring rows. The last sum may have fewer rows."""
-    sums: NDArray[np.float64] = np.add.reduceat(works, np.arange(0, len(works), num_rows), axis=0)
-    return sums
+    return np.add.reduceat(works, np.arange(0, len(works), num_rows), axis=0)

@@ -230,7 +230,9 @@ def _level_ranks(steps: IntArray, held: IntArray) -> None:
     limits = bounds + bounds // _TOLERANCE
     active = np.arange(len(steps))
     changed = np.zeros(len(steps), dtype=np.int64)
-    swaps = _sets_to_exchange(held.shape[2])
+    # A rank exchanges single packs and, if it has few of them, pairs of packs.
+    sizes = [1, 2] if 2 < held.shape[2] <= _PAIRS_UP_TO else [1]
+    swaps = [np.array(list(combinations(range(held.shape[2]), size))) for size in sizes]
     for number in range(_ROUNDS):
         works = _gather_works(steps[active], held[active])
         uneven = (works.sum(axis=2).max(axis=1) > limits[active]) & (number - changed[active] <= _STALE)
@@ -240,14 +242,6 @@ def _level_ranks(steps: IntArray, held: IntArray) -> None:
         several = number >= _SINGLE_ROUNDS and number % 2
         exchanged = _exchange(held, active, works, swaps=swaps[-1 if several else 0], number=number)
         changed[active[exchanged]] = number
-
-
-def _sets_to_exchange(packs_of_rank: int) -> list[NDArray[np.int64]]:
-    """
-    Return the sets of a rank's packs that may be exchanged: single packs and, for few packs, pairs.
-    """
-    sizes = [1, 2] if 2 < packs_of_rank <= _PAIRS_UP_TO else [1]
-    return [np.array(list(combinations(range(packs_of_rank), size))) for size in sizes]
 
 
 def _exchange(held: IntArray, active: IntArray, works: IntArray, *, swaps: NDArray[np.int64], number: int) -> IntArray:
@@ -275,8 +269,9 @@ def _exchange(held: IntArray, active: IntArray, works: IntArray, *, swaps: NDArr
     busy, idle = busy.ravel(), idle.ravel()
     gap = sums[step, busy] - sums[step, idle]
     changed = np.zeros(num_active, dtype=bool)
-    for part in _block_slices(gap.size, len(swaps) ** 2):
-        of, one, other, wanted = step[part], busy[part], idle[part], gap[part]
+    num_rows = max(1, _BLOCK // len(swaps) ** 2)
+    for start in range(0, gap.size, num_rows):
+        of, one, other, wanted = (array[start : start + num_rows] for array in (step, busy, idle, gap))
         gives = works[of, one][:, swaps].sum(axis=2)
         takes = works[of, other][:, swaps].sum(axis=2)
         left = np.abs(wanted[:, None, None] - 2 * (gives[:, :, None] - takes[:, None, :])).reshape(wanted.size, -1)
@@ -289,9 +284,3 @@ def _exchange(held: IntArray, active: IntArray, works: IntArray, *, swaps: NDArr
         held[of, one, given] = held[of, other, taken]
         held[of, other, taken] = kept
     return np.flatnonzero(changed)
-
-
-def _block_slices(num: int, width: int) -> Iterator[slice]:
-    """Yield slices of *num* rows of *width* numbers: one row, or at most `_BLOCK` numbers each."""
-    size = max(1, _BLOCK // width)
-    return (slice(start, start + size) for start in range(0, num, size))

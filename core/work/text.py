@@ -22,13 +22,9 @@ from packplan.core.work.keys import ATTENTION_PRODUCTS, PRODUCT, ConfigKeys, Siz
 LayerKind = Literal["full", "window", "chunk", "delta", "conv"]
 
 _LAYER_KINDS: Mapping[str, LayerKind] = {
-    "full_attention": "full",
-    "attention": "full",
-    "sliding_attention": "window",
-    "chunked_attention": "chunk",
-    "linear_attention": "delta",
-    "conv": "conv",
-}
+    "full_attention": "full", "attention": "full", "sliding_attention": "window", "chunked_attention": "chunk",
+    "linear_attention": "delta", "conv": "conv",
+}  # fmt: skip
 """Name in `layer_types` of a config.json -> kind of layer."""
 
 _DEFAULTS: Mapping[str, Sizes] = {
@@ -227,9 +223,8 @@ def _mlp_multiplications(keys: ConfigKeys, width: int, layers: int) -> int:
     elif (shared := keys.find_size("shared_intermediate_size")) is not None:
         per_layer += gated * shared
     else:
-        per_layer += (
-            (keys.find_size("n_shared_experts", "num_shared_experts", "moe_num_shared_experts") or 0) * gated * expert
-        )
+        num_shared = keys.find_size("n_shared_experts", "num_shared_experts", "moe_num_shared_experts") or 0
+        per_layer += num_shared * gated * expert
     return sparse * per_layer + (layers - sparse) * gated * inner
 
 

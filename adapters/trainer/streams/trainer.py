@@ -272,8 +272,7 @@ class StreamTrainer(CheckedTrainer):
         # While a reader evicts packs, newer ones wait; none does at its end.
         if inputs.pop(PROGRESS).state.buffer and not self.options.reaches_min_fill(sum(lengths)):
             self._evicted += 1
-        loss: torch.Tensor = super().training_step(model, inputs, *arguments, **options)
-        return loss
+        return super().training_step(model, inputs, *arguments, **options)
 
     def log(self, logs: dict[str, float], *arguments: Any, **options: Any) -> None:
         """Log the loss of a step, with statistics of all ranks since the last log."""
