@@ -467,7 +467,8 @@ def _to_int64(values: Any, least: int, below: float, message: str) -> Tensor:
     """
     Return whole numbers as an int64 tensor of shape (num,).
 
-    ArgumentError is raised unless all are whole numbers from *least* to less than *below*.
+    ArgumentError is raised unless all values are whole numbers, at least *least* and less than
+    *below*.
     """
     with suppress(TypeError, ValueError, RuntimeError):
         numbers = torch.as_tensor(values)

@@ -1,7 +1,7 @@
 """
 Saves and restores a model's mode, its buffers and the random states. Computes gradient norms.
 
-Weights are also checked before they are saved, by the root mean square of the trained weights.
+Before weights are saved, the root mean square of the trained weights is checked too.
 
 After a step with a learning rate of 1e30, for example, weights are finite but useless. The loss of
 another forward pass may be finite too, since norm layers divide by the huge values. The root mean

@@ -33,8 +33,8 @@ _LOST = {
     "DataLoader worker (pid": _FULL,
     "Pin memory thread exited": _FULL,
     "Too many open files": "Let each process open more files (ulimit -n), or {keys}",
-    "DataLoader timed out": "Reading and encoding a sample takes longer than that, or its disk does not respond: check "
-    "the disk that has its media, or {keys}",
+    "DataLoader timed out": "Reading and encoding a sample takes longer than this timeout, or a disk does not respond: "
+    "check the disk with the sample's media, or {keys}",
 }
 """Advice with a place for `{keys}`, by the start of torch's error about a lost loader process."""
 

@@ -107,7 +107,7 @@ class DummyImage:
         """
         Add hooks to the model so that the tower runs at least *passes* times on every batch.
 
-        If needed, the hooks add passes with the dummy image, which do not change results.
+        If needed, the hooks add passes with the dummy image. These passes do not change results.
 
         Two passes are needed if ranks synchronise in each pass, and the tower runs once for images
         and again for videos. For some models and engines, ms-swift adds a dummy image itself; then

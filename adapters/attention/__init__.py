@@ -52,8 +52,8 @@ AttentionInterface.register(PATCHES_NAME, _uncompiled(attend_to_patches))
 
 def set_attention(model: Any, attention: AttentionChoice) -> None:
     """
-    Make a model compute attention as *attention* says. If *attention* requires it, the model also
-    keeps its current row, and runs some layers sample by sample.
+    Set up a model for the attention of a run. If *attention* requires it, the model also keeps its
+    current row, and runs some layers sample by sample.
 
     The names of transformers' own attentions are set when the model is loaded, not by this
     function.

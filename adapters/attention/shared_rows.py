@@ -341,7 +341,7 @@ class SharedRows:
 
     @property
     def is_active(self) -> bool:
-        """Whether rows may be shared, which needs varlen attention."""
+        """Whether rows may be shared; sharing needs varlen attention."""
         return self._decoder.config._attn_implementation in (NAME, ROWS_NAME)  # noqa: SLF001  # has no public name
 
     def remove(self) -> None:

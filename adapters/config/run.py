@@ -40,8 +40,8 @@ _FAULTS: Mapping[type, Callable[[Any], Iterator[Fault]]] = {RunConfig: run_fault
 _ADVICE = re.compile(r": (?:write|did you mean) (.*)")
 
 _NO_PRESET = (
-    "is 'fsdp2', ms-swift's name of settings that were not tested with packs: set it to true, and copy the settings "
-    "that you want from fsdp2.json of ms-swift into fsdp_config"
+    "is 'fsdp2', but these settings of ms-swift were not tested with packs: set it to true, and copy what you need "
+    "from ms-swift's fsdp2.json into fsdp_config"
 )
 
 _FOREIGN = read_foreign_keys()

@@ -109,7 +109,7 @@ def _to_str(value: object, _: Any) -> str:
     try:
         os.fsencode(value)
     except UnicodeEncodeError:
-        _refuse(value, "a text without an unpaired surrogate")
+        _refuse(value, "valid Unicode: remove an unpaired surrogate")
     return value
 
 

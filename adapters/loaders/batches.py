@@ -57,7 +57,7 @@ class PackBatches:
         Args:
             schedule: Schedule of the packs.
             rank: This rank, from 0.
-            world_size: Number of ranks, which has to be the schedule's.
+            world_size: Number of ranks; the schedule has to have the same number.
             plan: Checksum of the plan. A state stores *plan*, *data* and *identity*, and only a
                 state with the same values can be loaded.
             data: Digest of the rows: `digest` of the facts that `RowsOfPacks.inspect` returns.
@@ -183,7 +183,7 @@ class EvalBatches:
         Prepare the batches of an evaluation plan.
 
         Args:
-            num_packs: Number of packs of the plan.
+            num_packs: Number of packs in the plan.
             batch_size: Number of packs in a batch.
             rank: This rank, from 0.
             world_size: Number of ranks.

@@ -75,7 +75,7 @@ def template_arguments(model: ModelConfig, template: TemplateConfig) -> RunArgum
         template: Section `template`; its system prompt has to be a text, not a file's path.
 
     Raises:
-        ConfigError: The model type or the template type is not clear.
+        ConfigError: No model type or template type fits the model, or several fit it.
     """
     model_type, template_type = swift_types(model, template)
     arguments = _resolve(model, model_type, template=template_type, **_set_keys(template, _OF_TEMPLATE))
@@ -141,7 +141,7 @@ def swift_types(model: ModelConfig, template: TemplateConfig) -> tuple[str | Non
     is None, and ms-swift loads the model as transformers does.
 
     Raises:
-        ConfigError: ms-swift's registry has no entry for the architecture, or several.
+        ConfigError: No type fits the model, or several fit it.
     """
     types, templates = _candidate_types(model)
     with wrap_load_errors("model.model", f"has an args.json that cannot be read, in {model.model}"):

@@ -232,7 +232,7 @@ def find_piece_counter(template: Template, *, tokens: Mapping[str, int]) -> tupl
     try:
         for sample in _PROOFS:
             if counter.count([counter.split(sample)]) != [_measure_with_stand_ins(template, sample)]:
-                return None, "its samples have more tokens than their texts"
+                return None, "its samples and their texts have different numbers of tokens"
     except Exception as error:  # noqa: BLE001  # an error about a record is reported when the record is read
         return None, f"a sample with text only cannot be split ({type(error).__name__}: {error})"
     for medium in tokens:

@@ -142,8 +142,8 @@ def _decode_all(path: str) -> None:
 
 def _read_video(element: dict[str, Any]) -> tuple[torch.Tensor, dict[str, Any], float]:
     """
-    Return sampled frames, their metadata, and their number a second. The frames have the shape
-    (frames, 3, height, width).
+    Return sampled frames, their metadata, and the number of sampled frames a second. The frames
+    have the shape (frames, 3, height, width).
     """
     path = element["video"]
     if quarter_turns(path) % 2 == 0:

@@ -93,7 +93,7 @@ def test_half_of_a_surrogate_pair_is_no_text():
     found = faults_of(half, output_dir="\ud83d")
 
     assert {*half, "training.output_dir"} == {*found}
-    assert all("an unpaired surrogate" in fault for fault in found.values())
+    assert all("remove an unpaired surrogate" in fault for fault in found.values())
     assert "\udce9" == parsed(output_dir="\udce9").training.output_dir
 
 

@@ -57,7 +57,7 @@ class LinesFile(RecordFile):
     def cache_fault(self) -> str | None:
         """Return how the file differs from its cached arrays, or None; reads the whole file."""
         if self._is_cached and not np.array_equal(self._scan(), self.spans):
-            fact = f"its records differ from the positions in {self._cache.path}"
+            fact = f"the positions of its records differ from those in {self._cache.path}"
             return f"{fact}: delete that file, and build the plan again"
         return super().cache_fault()
 

@@ -4,7 +4,7 @@ Records of one file in any format, and the digests of these records.
 Positions and digests of records are cached on disk, so that a later start need not read the file.
 As in git, a file counts as unchanged if its size, times and inode are unchanged. A file that was
 written less than two seconds ago is not cached. Each record is compared with its digest when it is
-read as a sample. Verification compares all records.
+read as a sample. `packplan plan verify` compares all records.
 """
 
 import hashlib
