@@ -2,7 +2,7 @@
 Write the rows of an ms-swift command with their lengths:
 `packplan export --cached-dataset FOLDER swift sft --model ...`.
 
-`swift sft --cached_dataset FOLDER`, instead of `--dataset`, then encodes no row before training.
+`swift sft` with `--cached_dataset FOLDER`, not `--dataset`, then encodes no row before training.
 The command first measures lengths as `packplan plan build` does. Rows that ms-swift leaves out are
 not written.
 """

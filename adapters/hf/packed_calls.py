@@ -147,8 +147,7 @@ class TextStack:
 
     def _positions_restart(self, positions: torch.Tensor | None, tokens: RealTokens) -> bool:
         """
-        Return whether a batch row is packed already, so that text positions decrease within the
-        row.
+        Return whether text positions decrease within a batch row, since the row is packed already.
         """
         if positions is None or (positions.dim() == 3 and positions.shape[0] != 4):
             return False

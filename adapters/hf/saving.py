@@ -85,7 +85,7 @@ class SaveOnSigterm(TrainerCallback):
     def on_step_end(self, _args: Any, _state: TrainerState, control: TrainerControl, **_: Any) -> None:
         """
         If any rank received SIGTERM, request a save and the end of training. An evaluation is
-        canceled, since it would delay the save.
+        cancelled, since it would delay the save.
         """
         if self.any_rank(self.received):
             self.stopped = control.should_save = control.should_training_stop = True

@@ -75,9 +75,9 @@ def use_plan(
     The loss of a step is the mean over the supervised tokens of all its batches on all ranks. With
     preference data, the loss is the mean over pairs of answers, or over rows with KTO.
 
-    Checkpoints are written by the trainer. A run can resume from a checkpoint in the middle of an
-    epoch, also on another number of ranks. All rows are read once before the first step, unless
-    the checkpoint of a resumed run stores their lengths and digests. A row that is not one sample
+    The trainer writes checkpoints. A run can resume from a checkpoint in the middle of an epoch,
+    also on another number of ranks. All rows are read once before the first step, unless the
+    checkpoint of a resumed run stores their lengths and digests. A row that is not one sample
     raises an error, and so do changed rows in a resumed run.
 
     Call `use_plan` on every rank, after the trainer is built. The model is probed first.
@@ -86,7 +86,7 @@ def use_plan(
         trainer: `Trainer` of transformers, or `SFTTrainer`, `DPOTrainer`, `RewardTrainer` or
             `KTOTrainer` of TRL. The rows of the trainer's data sets have to be tokenized, unless
             its collator tokenizes them.
-        plan: Plan of the rows of `trainer.train_dataset`, made from their `row_lengths`. If it is a
+        plan: Plan of the rows of `trainer.train_dataset`, made from their `row_lengths`. With a
             number, the rows are planned into packs of at most that many tokens.
         eval_plan: Plan of the rows of `trainer.eval_dataset`, or a packing length. The evaluation
             loss is then the mean over supervised tokens, or over pairs. None keeps the trainer's
@@ -105,8 +105,8 @@ def use_plan(
         ArgumentError: The trainer is not supported, a setting contradicts the plan, or a row is not
             one sample.
         StaleError: The length of a row differs from its planned length.
-        MismatchError: Ranks have different plans or rows. Training raises this error if the first
-            pack trains differently from its samples alone.
+        MismatchError: Ranks have different plans or rows. Training also raises this error if loss
+            or gradients of the first pack differ from those of its samples alone.
         ModelError: The probe of `unpad` fails, or models of this kind cannot be packed.
     """
     if isinstance(trainer, _PlannedTraining):
@@ -184,7 +184,8 @@ def _open_packs(
     trainer: Any, plan: Plan | int, eval_plan: Plan | int | None
 ) -> tuple[Plan, RowsOfPacks, Plan | None, RowsOfPacks | None]:
     """
-    Return both plans with their packs. Rows are read now, unless a checkpoint may have their facts.
+    Return both plans with their packs. Rows are read now, unless a checkpoint may store their
+    lengths and digests.
     """
     if getattr(trainer, "precompute_ref_log_probs", False):  # KTO of TRL before 1.0 does so when it makes loaders
         trainer.get_train_dataloader()

@@ -135,7 +135,7 @@ def separate_samples(
 
     Args:
         model: Model of transformers, perhaps with adapters.
-        named: Name of the attention; None takes the one that the model was loaded with.
+        named: Name of the attention; None takes the attention that the model was loaded with.
         ready: Whether the model itself can be probed. If not, or if this process holds only a part
             of its weights, only small copies are probed.
         groups: See `unpad`.
@@ -230,8 +230,8 @@ def _without_ranks(model: Any) -> Any:
 
 def _find_stack(model: Any, asked: Any, *, native: str, logits: bool) -> tuple[TextStack, dict[str, str]]:
     """
-    Return the text stack whose hooks change results for the fewest sides of padding, the first of
-    equals. Also return each side of padding that is not packed, with the reason.
+    Return the first text stack whose hooks change results for the fewest sides of padding. Also
+    return each side of padding that is not packed, with the reason.
 
     Args:
         model: Model of transformers without wrappers, set to keep samples of a row apart.
@@ -348,8 +348,8 @@ def assert_unpadded_equal(trainer: Any, *, limit: float | None = None) -> Unpadd
     Assert that a batch of a trainer has the same loss and gradients with and without padding.
 
     The trainer's first batch is computed twice with the trainer's loss: with padding, and without
-    padding by the hooks of `unpad`. If the model has no hooks, they are added for this comparison
-    only. Dropout is off. Weights, gradients, random state and the trainer are restored afterwards.
+    padding by the hooks of `unpad`. A model without hooks gets them for this comparison only.
+    Dropout is off. Weights, gradients, random state and the trainer are restored afterwards.
 
     Args:
         trainer: Trainer of transformers or TRL; its reference model is compared too.

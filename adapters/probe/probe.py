@@ -71,7 +71,7 @@ def probe_small_copy(
     Return the verdict on a model, from a small copy of the model with random weights.
 
     Args:
-        config: transformers configuration of the user's model.
+        config: Configuration of the user's model, as transformers loads it.
         attn_impl: Value of `model.attn_impl`.
         trust_remote_code: Whether Python code in the model's folder may run.
         on_cpu: Whether the model trains on a CPU. If False, attentions that need a GPU are probed
@@ -83,8 +83,8 @@ def probe_small_copy(
 @contextlib.contextmanager
 def _using_one_thread() -> Iterator[None]:
     """
-    Compute on one thread inside this context. Copies are small, and results then do not depend on
-    the number of cores.
+    Compute on one thread inside this context. Copies are small, and results on one thread do not
+    depend on the number of cores.
     """
     before = torch.get_num_threads()
     torch.set_num_threads(1)
@@ -179,7 +179,7 @@ class SmallProbe:
     """Probe of one model, which tries one attention after another on small copies."""
 
     config: Any = attrs.field(converter=trained_config)
-    """transformers configuration of the user's model."""
+    """Configuration of the user's model, as transformers loads it."""
 
     trust_remote_code: bool = False
     """Whether Python code in the model's folder may run."""
@@ -213,8 +213,8 @@ class SmallProbe:
         Name and class of the first module that mixes samples in a copy with transformers' own
         attention; None if no such module is found.
 
-        A module also counts as mixing samples if its result for a packed sample differs from that
-        for the sample alone.
+        A module also counts as mixing samples if its result for a packed sample differs from its
+        result for the sample alone.
         """
         with hiding_warnings(), _using_one_thread():
             try:
@@ -289,7 +289,7 @@ def split_state_layers(model: Any, row: ProbeRow) -> tuple[str, ...]:
 
 def _class_to_split(model: Any, name: str, found: set[str]) -> str | None:
     """
-    Return the class name of the module *name*, or of the innermost module around it, whose class is
+    Return the class name of the innermost module, from the module *name* outwards, whose class is
     neither from torch nor in *found*. Return None if that module is a model.
     """
     module = model.get_submodule(name)

@@ -225,8 +225,8 @@ def _shrink_value(key: str, value: Any, context: _ConfigFacts) -> Any:
 
 def _shrink_list(key: str, value: Sequence[Any], context: _ConfigFacts) -> list[Any]:
     """
-    Return only the entries for kept layers, if a list has one entry for each layer, or has layer
-    indices; else return all entries.
+    If a list has one entry for each layer, or has layer indices, return only the entries for kept
+    layers. Return other lists unchanged.
     """
     items = list(value)
     if len(items) == context.layers and context.layers:
@@ -242,7 +242,7 @@ def _shrink_list(key: str, value: Sequence[Any], context: _ConfigFacts) -> list[
 
 def _count_kept_layers(config: Mapping[str, Any], layers: int, layers_per_kind: int) -> int:
     """
-    Return how many of the first layers to keep, from 2 to `_MAX_LAYERS`, so that they include
+    Return the number of first layers to keep, from 2 to `_MAX_LAYERS`. These include
     *layers_per_kind* layers of each kind if possible.
     """
     kept = 2

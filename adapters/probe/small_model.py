@@ -77,7 +77,7 @@ class SmallModels:
     """
 
     config: Any
-    """transformers configuration of the user's model."""
+    """Configuration of the user's model, as transformers loads it."""
 
     trust_remote_code: bool = False
     """Whether Python code in the model's folder may run."""

@@ -53,8 +53,8 @@ _MODELS = count()
 
 _ASKED_CALLS = 16
 """
-Number of consecutive calls without a new kind, after which ranks with sharded weights stop
-exchanging whether a call has a new kind.
+Number of consecutive calls of known kinds, after which ranks with sharded weights stop telling each
+other about new kinds.
 
 Each such exchange makes a GPU wait for all ranks.
 """

@@ -20,7 +20,7 @@ from packplan.adapters.proof.batches import PackedBatch, Shape
 from packplan.core.errors import ModelError
 
 _SEED = 11
-"""Seed of the random weights of a tensor's values, whose weighted sum is differentiated."""
+"""Seed of random weights for the sum of a tensor's values that is differentiated."""
 
 
 def view_by_token(value: Any, shape: Shape) -> torch.Tensor | None:

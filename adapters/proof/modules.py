@@ -1,6 +1,6 @@
 """
-Search for the module that mixes samples, or computes a packed sample and the sample alone
-differently.
+Search for the module that mixes samples, or whose results for a packed sample and the sample alone
+differ.
 
 The calls of a model's modules are a tree. The search starts at the call of the model. Among the
 calls inside a call, it selects the first whose output shows the fault while its inputs do not. The
@@ -101,7 +101,7 @@ def _record_calls(model: torch.nn.Module, keep: Callable[[Any], Any | None]) -> 
 
 
 def _kept_parts(value: Any, keep: Callable[[Any], Any | None]) -> list[Any]:
-    """Return the results of *keep*, without None, on all values nested in arguments or outputs."""
+    """Return results of *keep*, except None, for all values nested in arguments or outputs."""
     if isinstance(value, Mapping):
         value = tuple(value.values())
     if isinstance(value, (tuple, list)):

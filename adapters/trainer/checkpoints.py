@@ -74,7 +74,7 @@ def find_checkpoint(
     Every rank has to call this function, and reads a share of the checkpoint's files.
 
     Args:
-        checkpoint: Folder of a checkpoint, or `last` for the newest intact one of this run in
+        checkpoint: Folder of a checkpoint, or `last` for this run's newest intact checkpoint in
             *output_dir*.
         output_dir: Output folder of the run.
         group: Ranks of the run, which all resume from the same checkpoint.

@@ -285,8 +285,8 @@ class CheckedTrainer(KeepsCheckpoints, StopsAtNonFinite, ComputesPacks, TimesSte
 
     def _load_strictly(self, checkpoint: str | None, model: Any) -> bool:
         """
-        Load a checkpoint's full weights by the model's own class if possible; return whether they
-        were loaded.
+        Load a checkpoint's full weights with the model's own class, if possible. Return whether
+        they were loaded.
         """
         plain = self.accelerator.unwrap_model(model)
         return checkpoint is not None and not self.is_sharded and load_by_model_class(plain, checkpoint)

@@ -59,7 +59,7 @@ def find_rope_index(model: nn.Module) -> Callable[..., Any] | None:
 
 def media_inputs(model: Any, encoded: Mapping[str, Any]) -> dict[str, torch.Tensor]:
     """
-    Return a sample's or batch's media as inputs of the model, such as pixels and token types.
+    Return the media of a sample or batch as inputs of the model, such as pixels and token types.
 
     Args:
         model: Model of transformers, perhaps with adapters.

@@ -46,7 +46,7 @@ _ELSEWHERE = "free disk space, or write elsewhere"
 BROKEN_PIPE, USER_ERROR, VERIFICATION_FAILED, INTERRUPTED, TERMINATED = 1, 2, 3, 130, 143
 
 _NO_LAUNCHER = "DeepSpeed needs a launcher: torchrun --nproc-per-node 1 -m packplan.app.sft RUN.yaml"
-"""Error if DeepSpeed asks MPI, by the package mpi4py, for ranks that no launcher has started."""
+"""Error if DeepSpeed looks for ranks through MPI (mpi4py), since no launcher has started any."""
 
 EXTRAS = MappingProxyType({"ray": "ray", "deepspeed": "deepspeed", "qwen_omni_utils": "omni", "decord": "video"})
 """Package -> the extra of packplan that installs it; `train` installs all others."""

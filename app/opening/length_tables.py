@@ -120,7 +120,9 @@ def open_known_lengths(path: str | Path, source: LengthSource, *, key: str = "cu
 
 @contextlib.contextmanager
 def _wrap_key_errors(key: str, remedy: str = "") -> Iterator[None]:
-    """Convert an ArgumentError of the block to a ConfigError about *key*, which names a table."""
+    """
+    Convert an ArgumentError in this context to a ConfigError about *key*, which names a table.
+    """
     try:
         yield
     except ArgumentError as error:

@@ -72,8 +72,8 @@ def resolve_inputs(config: Run) -> Run:
     """
     Return a run whose data are files, whose system prompt is text and whose model is a folder.
 
-    If the model is given as an id on a hub, its folder in the cache is used. If it is not in the
-    cache, it is downloaded if the run allows downloads. Otherwise the id stays, and is refused
+    If the model is given as an id on a hub, its folder in the cache is used. A model that is not in
+    the cache is downloaded, if the run allows downloads. Otherwise the id stays, and is refused
     where the folder is first needed.
 
     Raises:

@@ -102,7 +102,8 @@ def write_new_file(path: Path, text: str, *, replaces: str | None = None) -> Non
 
 def refuse_other_parts(key: str, folder: str, deepspeed: Any, *, num_ranks: int) -> None:
     """
-    Refuse a checkpoint if DeepSpeed has sharded its optimizer differently, or if files are missing.
+    Refuse a checkpoint whose optimizer is sharded in another way than this run loads it, or which
+    lacks files.
 
     Args:
         key: Key that names the checkpoint.

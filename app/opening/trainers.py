@@ -132,7 +132,7 @@ def match_checkpoint(
 def _find_checkpoint(
     config: RunConfig, group: RankGroup, kind: type[State], differences: Differences[State]
 ) -> Checkpoint[State]:
-    """Find the checkpoint that a run names, and check that all ranks found the same one."""
+    """Find the checkpoint that a run names, and check that all ranks found the same checkpoint."""
     checkpoint: Checkpoint[State] = find_checkpoint(
         str(config.training.resume_from_checkpoint),
         config.training.output_dir,

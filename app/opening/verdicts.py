@@ -1,5 +1,5 @@
 """
-Verdict on whether a run's model may be packed, and the choice of its attention backend.
+Verdict on whether samples may share packs in a run's model, and choice of the attention backend.
 
 First a small copy of the model is probed, then the loaded model itself. A verdict is stored in the
 folder of the plans, with a fingerprint of everything that it depends on.
@@ -156,14 +156,16 @@ def _refuse_leak(config: RunConfig, attention: AttentionChoice) -> None:
 
 def needs_verdict(config: RunConfig) -> bool:
     """
-    Return whether a run's model is probed: it is packed, or its attention depends on the verdict.
+    Return whether a run's model is probed: if it is packed, or if its attention depends on the
+    verdict.
     """
     return config.command is None and (config.training.packing or config.model.attn_impl in (AUTO, VARLEN))
 
 
 def verdict_key(config: RunConfig) -> Fingerprint:
     """
-    Return everything that the verdict on a model depends on; ConfigError if its type is unclear.
+    Return everything that the verdict on a model depends on; ConfigError if the model type is
+    unclear.
     """
     packages = {name: installed_version(name) for name in ("torch", "transformers", "ms-swift", "flash-attn")}
     return Fingerprint(

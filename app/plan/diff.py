@@ -144,8 +144,8 @@ def _stored_side(stored: StoredPlan, lengths: StoredLengths | None) -> Side:
 
 def _settings(identity: RunIdentity) -> dict[str, Any]:
     """
-    Return the settings of training, without the content of settings files, which only a checkpoint
-    has.
+    Return the settings of training. The content of settings files is left out, since only a
+    checkpoint has this content.
     """
     held, files = {**identity.fixed.inputs, **identity.changeable.inputs}, tuple(PATH_KEYS)
     return {key: held[key] for key in held if key.startswith("training.") and not key.startswith(files)}

@@ -33,7 +33,7 @@ def explain_sample(config: RunConfig, opened: StoredSplit, sample: int) -> dict[
     Args:
         config: The run.
         opened: Split of the sample.
-        sample: Index of its record.
+        sample: Index of the sample's record.
 
     Raises:
         DataSetError: There is no sample with this index.

@@ -235,7 +235,8 @@ def _print(found: MemoryFit) -> None:
 
 def excess_message(found: MemoryFit) -> str:
     """
-    Return an error message: how much memory the plan needs, and the packing length that would fit.
+    Return an error message with the memory that the plan needs, and the packing length that would
+    fit.
     """
     needed, memory = bytes_text(found.needed_bytes), bytes_text(found.memory or 0)
     need = f"a step of the plan needs up to {needed} on each rank, which has {memory}"

@@ -193,8 +193,7 @@ def _data_differ(differences: tuple[Difference, ...]) -> bool:
 
 def _faults_of_plan(split: Split, lengths: StoredLengths, stored: StoredPlan | None) -> Iterator[Finding]:
     """
-    Yield differences of the stored plan from the stored lengths, the run's policy, and a plan made
-    again.
+    Yield differences of the stored plan from the stored lengths, the run's policy, and a new plan.
     """
     policy, where = split.policy, str(split.stores.plans.folder)
     if stored is None:

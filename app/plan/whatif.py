@@ -95,7 +95,8 @@ def run(options: argparse.Namespace) -> None:
 
 def _refuse_other_truncation(lengths: StoredLengths, packing_lengths: list[int]) -> None:
     """
-    Raise ConfigError if stored lengths are truncated, and not to the only requested packing length.
+    Raise ConfigError if stored lengths are truncated to a packing length, and another one is
+    requested.
     """
     cut_to = lengths.origin.key.inputs.get("packing_length")
     if cut_to is not None and packing_lengths != [cut_to]:

@@ -47,14 +47,14 @@ REPEATED_EPOCH = 1
 REPEATED_FIRST_ABOVE = 64
 """
 If more records than this have no measurement, up to `REPEATED_SAMPLES` of them are encoded three
-times before all are measured.
+times before all records are measured.
 """
 
 COMPARED_TOKENS = 16_000
 """
 Maximum total number of tokens of the samples that are encoded again if all samples are stored.
-Encoding so many takes about 0.3 s if the samples have images. If `REPEATED_SAMPLES` samples have
-more tokens, fewer samples are encoded, but at least one.
+Encoding this many tokens takes about 0.3 s if the samples have images. If `REPEATED_SAMPLES`
+samples have more tokens, fewer samples are encoded, but at least one.
 """
 
 

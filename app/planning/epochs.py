@@ -105,7 +105,7 @@ def plan_first_epoch(
 
 @attrs.frozen(eq=False)
 class EpochPlanner:
-    """Makes the plan of each epoch of a split."""
+    """Planner of a split's epochs."""
 
     policy: PlanPolicy
     recipe: EpochRecipe

@@ -126,7 +126,7 @@ def row_checksum(split: PlannedSplit, *, with_lengths: bool = False) -> str:
     """
     Return a plan's checksum over row indices that count only the rows that ms-swift keeps.
 
-    With *with_lengths*, the checksum also covers the lengths of these rows, as the plugin's does.
+    With *with_lengths*, the checksum also covers the lengths of these rows, as in the plugin.
     """
     kept = column(split.table, "bad") == 0
     packs = split.raw.with_indices(np.cumsum(kept) - 1).packs
@@ -232,6 +232,6 @@ def _length_warnings(planned: PlannedSplit) -> Iterator[str]:
             f"{counted(number, 'sample')} ({number / raw.num_samples:.2%} of all; "
             f"{counted(raw.skipped_tokens, 'token')}, {raw.skipped_tokens / raw.num_tokens:.2%} of all) "
             f"{verb_for(number, 'has', 'have')} {limit:,} tokens or more and {verb_for(number)} skipped: "
-            f"{format_ranges(raw.skipped_long, most=SHOWN)}; "
-            "raise template.max_length, lower template.max_pixels, or set training.packing_allow_single_long: true"
+            f"{format_ranges(raw.skipped_long, most=SHOWN)}. "
+            "Raise template.max_length, lower template.max_pixels, or set training.packing_allow_single_long: true"
         )

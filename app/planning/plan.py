@@ -186,7 +186,7 @@ def plan_epochs(
     Args:
         split: The split with the plan of its first epoch.
         recipe: Samples of each epoch.
-        schedule: Settings of the schedule, which starts where training starts.
+        schedule: Schedule of the first epoch's plan, from the step at which training starts.
         ranks: All ranks.
 
     Raises:

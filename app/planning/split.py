@@ -1,8 +1,8 @@
 """
 A split of a run, `train` or `eval`: its samples, its lengths and its plan.
 
-There are three frozen classes: a `Split` is opened, a `MeasuredSplit` also has lengths, and a
-`PlannedSplit` also has packs.
+A `Split` has samples and settings. A `MeasuredSplit` also has lengths, and a `PlannedSplit` also
+has packs.
 """
 
 from collections.abc import Callable, Mapping
@@ -119,7 +119,7 @@ class Split:
 
     flush_every: int | None = None
     """
-    Number of samples between two writes of measurements; None adapts it to the number of samples.
+    Number of samples between two writes of measurements; None sets it by the number of all samples.
     """
 
     stores: Stores = attrs.field(default=None)

@@ -7,8 +7,8 @@ left. Meanwhile, a rank without packs trains a pack whose tokens have weight 0. 
 `training.packing_drop_last`, an epoch ends when any rank has too few packs for a step, and the
 remaining packs of all ranks are dropped.
 
-A checkpoint has the progress of every reader after its last trained pack. A resumed run prepares
-again the packs that loaders had prepared ahead.
+A checkpoint has the progress of every reader after its last trained pack. A resumed run again
+prepares the packs that loaders had prepared ahead.
 """
 
 import contextlib
