@@ -119,10 +119,10 @@ def export_llama_factory(
     each row is a pack. The columns are `input_ids`, `attention_mask`, `position_ids` and `labels`.
 
     Rows follow rules on which LLaMA-Factory's collators rely. The mask numbers the samples of a row
-    from 1, and is 0 at padding. Each row ends in padding, since a mask without a 0 may be dropped.
-    The width of a row is the packing length plus one, rounded up to a multiple of 8. So no collator
-    makes the row longer than its position ids. The row of a long sample has the sample's length
-    plus one, rounded up in the same way.
+    from 1, and is 0 at padding. Each row ends in padding, since transformers' flash attention
+    ignores a mask without a 0. The width of a row is the packing length plus one, rounded up to a
+    multiple of 8. So no collator makes the row longer than its position ids. The row of a long
+    sample has the sample's length plus one, rounded up in the same way.
 
     Train with `neat_packing: true`, and with `disable_shuffling: true` to keep the order.
 

@@ -284,7 +284,7 @@ def _read_index(index: Path) -> Mapping[str, str]:
     content = _read_json(index)
     named = content.get("weight_map") if isinstance(content, dict) and "metadata" in content else None
     if not named or not isinstance(named, dict) or not all(isinstance(name, str) for name in named.values()):
-        raise _damage_error(index, "is not an index of weights (metadata and weight_map)")
+        raise _damage_error(index, "is not an index of weights with metadata and a weight_map")
     return named
 
 

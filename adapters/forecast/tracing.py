@@ -1,8 +1,8 @@
 """
 Records the memory that a computation would take.
 
-Floating-point tensors have sizes but no content. The memory blocks of these tensors are recorded
-when they would be allocated and freed.
+Floating-point tensors have sizes but no content. The tracer records when the memory block of each
+tensor would be allocated and freed.
 
 Integers and booleans are computed, since they are small and decide shapes. Examples are the lengths
 of samples, the number of supervised tokens, and the grid of an image. A model whose shapes depend

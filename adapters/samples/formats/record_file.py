@@ -37,7 +37,7 @@ MIN_CACHED_BYTES = 2**20
 _SCHEMA = f"packplan.kept/{VERSION}"
 
 SETTLED_NS = 2 * 10**9
-"""Nanoseconds after which another change of a file is sure to alter the file's times."""
+"""Age of a file in nanoseconds above which any further write changes the file's times."""
 
 
 class FileCache:
