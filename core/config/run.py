@@ -417,9 +417,9 @@ class TrainingConfig:
 
     packing_wait_timeout_s: float = key(7200.0, neither=_MEASURES, check=at_least(0), stream="evaluation")
     """
-    Maximum length of a wait in seconds; 0 sets no limit. The other ranks wait for rank 0. Rank 0
-    waits for other jobs that write to the run's folders, and for blocks of samples that are
-    measured on Ray.
+    Maximum total time of waits in seconds; 0 sets no limit. The other ranks wait for rank 0. Rank 0
+    waits for other jobs that write to the run's folders. The limit also holds for each block of
+    samples that is measured on Ray.
     """
 
     packing_lengths_from: PathText | None = key(
