@@ -165,8 +165,8 @@ def attend(
     if own_code_attention(module, options) is not None and not share.has_whole_groups(query.shape[1], key.shape[1]):
         kind = type(module).__name__
         message = (
-            f"{kind} has its own attention code, so the number of ranks has to divide its {key.shape[1]} key heads, "
-            f"but is {share.num_ranks}: let fewer ranks share a row"
+            f"{kind} attends by its own code, so ranks have to divide its {key.shape[1]} key heads, but there are "
+            f"{share.num_ranks}: let fewer ranks share a row"
         )
         raise PackplanError(message)
     parts = share.to_heads(query, key, value)
