@@ -15,7 +15,7 @@ from packplan.adapters.files import publish_file, wrap_write_errors
 from packplan.core.errors import ArgumentError, counted
 from packplan.core.fingerprint import Fingerprint
 from packplan.core.ports import StoredRows
-from packplan.core.samples.tables import COLUMNS, MEDIA_COLUMNS, DataFile, KnownLengths, Table, column, num_media
+from packplan.core.samples.tables import COLUMNS, MEDIA_COLUMNS, DataFile, KnownLengths, column, num_media
 
 SCHEMA = "packplan length table 1"
 
@@ -92,7 +92,11 @@ def read_length_table(path: Path) -> KnownLengths:
         raise _table_error(path, f"cannot be read: {error}") from None
     if np.any(numbers != num_media(known.table)):
         raise _table_error(path, "has more or fewer entries in the column media than images and videos: measure again")
-    if (row := _first_invalid_row(known.table)) is not None:
+    # A record that is not bad has at least one token that is not supervised.
+    lengths, supervised, bad = (column(known.table, name) for name in ("length", "supervised", "bad"))
+    wrong = (known.table < 0).any(axis=1) | ((bad == 0) & (lengths <= supervised))
+    if wrong.any():
+        row = int(np.argmax(wrong))
         said = ", ".join(f"{name} {value}" for name, value in zip(COLUMNS, known.table[row].tolist(), strict=True))
         raise _table_error(path, f"has no valid measurement in row {row}, counted from 0 ({said}): measure again")
     return known
@@ -103,18 +107,6 @@ def _to_int32(values: pa.ChunkedArray) -> NDArray[np.int32]:
     if values.null_count:
         raise ValueError(f"it has {counted(values.null_count, 'null')} in place of numbers")
     return np.asarray(values.cast(pa.int32()), dtype=np.int32)
-
-
-def _first_invalid_row(table: Table) -> int | None:
-    """
-    Return the index of the first invalid row; None if all rows are valid.
-
-    A row is invalid if it has a negative number, or if its record is not bad but has no
-    unsupervised token.
-    """
-    lengths, supervised = (column(table, name) for name in ("length", "supervised"))
-    wrong = (table < 0).any(axis=1) | ((column(table, "bad") == 0) & (lengths <= supervised))
-    return int(np.argmax(wrong)) if wrong.any() else None
 
 
 def _read_header(path: Path) -> Mapping[str, Any]:

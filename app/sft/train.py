@@ -98,7 +98,10 @@ def prepare(
     ranks = Ranks(group, timeout_s=config.training.packing_wait_timeout_s)
     # lengths, raw plan, aligned plan
     train = measure_and_plan(opened.pop("train"), ranks, world_size=world_size, resumable=resumable_plans(config))
-    schedule = _schedule_packs(config, train, ranks)
+    pack_works = train.pack_works
+    # Ranks that counted other works would assign a step's packs in another way.
+    ranks.require_same("the work of the train packs", hashlib.sha256(pack_works.tobytes()).hexdigest())
+    schedule = schedule_of_split(config, "train", train.aligned, pack_works)
     state = resume_state(config, train, schedule)
     if checkpoint is not None:
         checkpoint = match_checkpoint(config, group, checkpoint, lambda then: then.differences(state))
@@ -117,20 +120,6 @@ def prepare(
             log.info(then, checkpoint.attention, attention.name)
 
     return build_trainer(config, arguments, splits, schedule, state, attention=attention, group=group), splits
-
-
-def _schedule_packs(config: RunConfig, train: PlannedSplit, ranks: Ranks) -> EpochSchedule:
-    """
-    Return the schedule of the packs from the start of training.
-
-    Raises:
-        MismatchError: Ranks computed different work for the packs.
-        ArgumentError: The number of ranks does not allow the batch size, or an epoch has no packs.
-    """
-    pack_works = train.pack_works
-    # Ranks that counted other works would assign a step's packs in another way.
-    ranks.require_same("the work of the train packs", hashlib.sha256(pack_works.tobytes()).hexdigest())
-    return schedule_of_split(config, "train", train.aligned, pack_works)
 
 
 def _log_plans(config: RunConfig, splits: list[PlannedSplit], schedule: EpochSchedule, attention: str) -> None:

@@ -230,17 +230,13 @@ def _cut_reserve(wanted: IntArray, beside: IntArray, given_up: int) -> IntArray:
 
 def _starting_labels(tokens: IntArray, keys: NDArray[np.uint16] | None, *, num: int) -> IntArray:
     """
-    Return the initial pack of each sample, from 0 to *num* - 1. Random *keys* change the order,
-    since each sample then counts as up to twice as long.
+    Return the initial pack of each sample, from 0 to *num* - 1: the longest sample first, each is
+    put into the emptiest pack. Random *keys* change the order, since each sample then counts as up
+    to twice as long.
     """
     order = np.argsort(-tokens if keys is None else tokens * -(1 + keys / 2**16), kind="stable")
-    labels = np.empty(tokens.size, dtype=np.int64)
-    labels[order] = _fill_emptiest(tokens[order], num)
-    return labels
-
-
-def _fill_emptiest(lengths: IntArray, num: int) -> IntArray:
-    """Put each sample, in the given order, into the emptiest of *num* packs; return its pack."""
     heap = list(range(num))  # load and pack in one number
-    keys = [heapreplace(heap, heap[0] + length) for length in (lengths * num).tolist()]
-    return np.array(keys, dtype=np.int64) % num
+    loads = [heapreplace(heap, heap[0] + length) for length in (tokens[order] * num).tolist()]
+    labels = np.empty(tokens.size, dtype=np.int64)
+    labels[order] = np.array(loads, dtype=np.int64) % num
+    return labels
