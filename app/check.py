@@ -211,7 +211,7 @@ def main(arguments: list[str] | None = None) -> int:
         else:
             print_report(report)
         if checks := tuple(verdict.check for verdict in report.failures):
-            fact = f"packed training is not the same training: {', '.join(checks)} differ"
+            fact = f"packed and unpacked training differ in {', '.join(checks)}"
             raise MismatchError("unequal", fact, {"checks": checks})
 
     return run_command(command, verbose=options.verbose, quiet=options.quiet)

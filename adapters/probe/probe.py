@@ -268,8 +268,8 @@ def split_state_layers(model: Any, row: ProbeRow) -> tuple[str, ...]:
     The classes of such layers are found one after another.
 
     Args:
-        model: Model with `keep_rows`.
-        row: Row by which the layers are tested.
+        model: Model to which `keep_rows` was applied.
+        row: Packed row with which the layers are tested.
     """
     found: set[str] = set()
     for _ in range(_ROUNDS):

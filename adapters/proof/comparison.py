@@ -150,7 +150,7 @@ def run_watched(
     Compute packed rows; return the pass with the recorded embeddings, and the logits.
 
     Args:
-        model: Model that computes.
+        model: Model to call.
         packed: Rows, with the arguments of the call.
         call: Function by which a trainer calls the model; None calls the model itself.
 
@@ -175,7 +175,7 @@ def read_outcome(
     Args:
         model: Model that has computed the logits.
         logits: Logits of each sample; shape (tokens, vocabulary).
-        samples: The samples.
+        samples: Samples in the order of *logits*.
         with_gradients: Whether to compute the gradients of the weights.
         keep_logits: Whether to keep the logits and the loss of each sample.
     """
@@ -210,8 +210,8 @@ def run_alone(
     the layer's state would be the same as in the row, and would hide a leak.
 
     Args:
-        model: Model that computes.
-        samples: The samples.
+        model: Model to call.
+        samples: Samples to compute.
         call: Function by which a trainer calls the model; None calls the model itself.
         with_gradients: Whether to compute the gradients of the weights.
         keep_logits: Whether to keep the logits and the loss of each sample.
@@ -326,7 +326,7 @@ def difference_limit(model: torch.nn.Module, precision: Precision | None = None,
     Return the largest allowed relative difference between packed samples and samples alone.
 
     Args:
-        model: Model that computes.
+        model: Model to call.
         precision: Precision of the model's products; None takes `compute_precision`.
         experts: Whether medians are compared. Their limit is larger if rounding may choose other
             experts.

@@ -331,7 +331,7 @@ def _meet_ranks(key: str, word: str) -> list[str]:
 
     Args:
         key: Prefix of keys in the store, the same on all ranks.
-        word: Word of this rank.
+        word: Text that the other ranks receive.
 
     Raises:
         MismatchError: A rank has not called this function within `_PATIENCE`.

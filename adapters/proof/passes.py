@@ -185,7 +185,7 @@ def difference_text(found: Pass, expected: Pass) -> str | None:
     Return a clause that says how two passes differ by more than rounding; None if they do not.
 
     Args:
-        found: Packed pass.
+        found: Results of the packed pass.
         expected: Padded pass. Values of the padded pass that are not finite are not compared.
     """
     if found.isolation:

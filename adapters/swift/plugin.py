@@ -219,8 +219,8 @@ class _PlannedPipeline:
             report(f"warning: {text}")
         found = plan_checksum(packs.plan.packs, lengths=packs.plan.lengths)
         if self.checksum not in (None, found):
-            fact = f"the plan is {found[:12]} instead of {self.checksum[:12]}, since data or arguments have changed"
-            raise DataSetError(f"{fact}: write the plugin again")
+            fact = f"the plan's checksum is {found[:12]} instead of {self.checksum[:12]}"
+            raise DataSetError(f"{fact}, since data or arguments have changed: write the plugin again")
         return packed
 
     def train(self, pipeline: Any, trainer: Any) -> Any:

@@ -36,7 +36,7 @@ def token_types(config: Any, input_ids: torch.Tensor) -> torch.Tensor:
 
     Args:
         config: Configuration of a model that takes images.
-        input_ids: Token ids.
+        input_ids: Token ids; int64, of any shape.
 
     >>> from types import SimpleNamespace
     >>> sees = SimpleNamespace(image_token_id=8, video_token_id=9)

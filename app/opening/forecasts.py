@@ -152,7 +152,7 @@ def forecast_time(
     Args:
         config: The run.
         trainer: Trainer of `config_to_time(config)`, ready to train.
-        splits: The planned splits.
+        splits: Planned splits by name.
         group: All ranks.
     """
     train, schedule = splits["train"], trainer.schedule
@@ -204,7 +204,7 @@ def time_packs(
     Args:
         config: The run.
         trainer: Trainer of the run.
-        splits: The planned splits.
+        splits: Planned splits by name.
         group: All ranks.
         packs: Sample indices of each pack, in the order of training: step by step, and in each step
             by microbatch and rank.

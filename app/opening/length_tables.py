@@ -40,7 +40,7 @@ def config_to_measure(
         output: Table to write.
         model: Folder or id of the model; None if the YAML names the model.
         path: YAML of a run whose model, template and data are used; None without a YAML.
-        overrides: Values for single keys.
+        overrides: Values for single keys, such as `template.max_pixels=200704`.
 
     Raises:
         ConfigError: The configuration has faults; the error lists all of them.
@@ -98,7 +98,7 @@ def open_known_lengths(path: str | Path, source: LengthSource, *, key: str = "cu
     Open a table of lengths, which a run uses instead of measuring.
 
     Args:
-        path: The table.
+        path: Path of the table.
         source: Source of the samples whose lengths are needed.
         key: Key or option that names the table.
 

@@ -90,7 +90,7 @@ def write_new_file(path: Path, text: str, *, replaces: str | None = None) -> Non
     Write the file that --output names; ConfigError if the file exists with other content.
 
     Args:
-        path: The file.
+        path: File to write.
         text: Content of the file.
         replaces: An existing file is replaced if it begins with this text; None replaces no file.
     """

@@ -162,7 +162,7 @@ def resume_state(config: RunConfig, train: PlannedSplit, schedule: EpochSchedule
 
     Args:
         config: The run.
-        train: The planned split.
+        train: Planned split `train`.
         schedule: Order of the split's packs.
     """
     return ResumeState.from_schedule(
@@ -281,7 +281,7 @@ def build_trainer(
             one rank.
         state: Resume state of the run before training.
         attention: Attention backend of the run.
-        group: The ranks.
+        group: All ranks.
     """
     train = splits["train"]
     stats = train.pack_stats
@@ -361,10 +361,10 @@ def build_stream_trainer(
     Args:
         config: The run.
         arguments: Settings of the trainer.
-        train: Samples of `train`.
+        train: Opened split `train`.
         evaluation: The planned split `eval`, if there is one.
         attention: Attention backend of the run.
-        group: The ranks.
+        group: All ranks.
         order: Order of the samples of `train` in an epoch.
         start: Progress of all ranks, and of this rank, from which training starts.
         resume_state: Function that makes a checkpoint's resume state from the stream's progress.

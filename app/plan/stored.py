@@ -222,7 +222,7 @@ def yield_refusals(
     Args:
         plan: The stored plan; None skips the checks of the plan.
         lengths: Tokens of each sample; int64, shape (num_samples,).
-        policy: Settings of planning.
+        policy: Settings that decide the plan.
         supervised: Supervised tokens of each sample; None skips the checks of supervised tokens.
     """
     try:

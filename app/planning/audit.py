@@ -101,7 +101,7 @@ def check_repeatability_early(source: LengthSource, num_measured: int, *, report
     them three times, and compare the results.
 
     Args:
-        source: All records.
+        source: Source of all records.
         num_measured: Number of records at the start of the data that are already measured.
         report: Called with a progress message.
         skips: Whether to skip records that cannot become samples.

@@ -38,7 +38,7 @@ def works_of_records(model: WorkModel, table: Table) -> SampleWorks:
     Return the work of each measured record.
 
     Args:
-        model: Work of a model.
+        model: Work model, which counts FLOPs.
         table: Measurements of the records; shape (num_records, num_columns).
     """
     media = {name: column(table, name).astype(np.int64) for name in ("images", "patches", "frames", "video_patches")}
@@ -54,7 +54,7 @@ def lengths_of_records(policy: PlanPolicy, table: Table, files: Sequence[DataFil
     token.
 
     Args:
-        policy: Settings of planning.
+        policy: Settings that decide the plan.
         table: Measurements of the records; shape (num_records, num_columns).
         files: Data files, needed if *policy* plans a mix of them.
     """
@@ -84,7 +84,7 @@ def plan_first_epoch(
 
     Args:
         name: Name of the split, for messages.
-        policy: Settings of planning.
+        policy: Settings that decide the plan.
         samples: Lengths and work of all records.
         recipe: Samples of each epoch; None plans all samples.
         quick_bound: Whether to compute a faster, looser lower bound, which is enough to compare

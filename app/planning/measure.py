@@ -195,7 +195,7 @@ class BadRecords:
         Start without bad records.
 
         Args:
-            source: All records.
+            source: Source of all records.
             max_share: Largest share of the records that may be bad; None raises an error for the
                 first bad record.
         """
@@ -284,9 +284,9 @@ def merge_known(source: LengthSource, indices: range, table: KnownTable) -> Gene
     Yield the measurement of each record: from a table if it has the record, else by measuring.
 
     Args:
-        source: All records.
-        indices: Records, in order.
-        table: The table.
+        source: Source of all records.
+        indices: Indices of the records, in order.
+        table: Table of known lengths.
     """
     known = table.read()
     rows = _known_rows(source, indices, known, where=table.where)

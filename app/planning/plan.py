@@ -73,7 +73,7 @@ class Ranks:
         meanwhile.
 
         Args:
-            lock: Lock of the stores.
+            lock: Lock on the folder of the stores.
             make: Function that runs only on rank 0, perhaps for hours.
 
         Raises:

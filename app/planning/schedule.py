@@ -108,7 +108,7 @@ def schedule_of_split(
     Args:
         config: The run.
         split: `train` or `eval`.
-        aligned: The plan of the split.
+        aligned: Aligned plan of the split.
         works: Work of each pack of the raw plan, by which the packs of a step are assigned to
             ranks; shape (num_raw_packs,). None assigns packs in the schedule's order.
     """

@@ -74,7 +74,7 @@ def align_measured(
     Return the aligned plan of measured records for a number of ranks.
 
     Args:
-        raw: The plan.
+        raw: Raw plan of the split.
         lengths: Tokens of each record; int64, shape (num_records,).
         world_size: Number of ranks to align for, which may differ from the number that trains.
         shares: Whether ranks share a pack that is longer than the packing length.
@@ -190,7 +190,7 @@ class MeasuredSplit(Split):
 
         Args:
             key: Inputs of the plan.
-            raw: The plan.
+            raw: Raw plan of the split.
             world_size: Number of ranks.
 
         Raises:

@@ -231,7 +231,7 @@ def test_the_command_prints_a_table_or_a_document_and_its_status_tells(demo, wri
     shown = capsys.readouterr()
     assert all(words in shown.out for words in ("DIFFERS", "worst", "limit"))
     assert "text.jsonl, line " in shown.out
-    assert "not the same training: logits" in shown.err
+    assert "packed and unpacked training differ in logits" in shown.err
     assert 3 == main([path, "--json", "--packs", "1"])
     document = json.loads(capsys.readouterr().out)
     assert (False, 1) == (document["passed"], len(document["packs"]))

@@ -81,7 +81,7 @@ class StreamDataset(IterableDataset[StreamedPack | ReaderEnd | PackplanError]):
         Args:
             encoder: Encoder of the records.
             order: Order of the records in each epoch, the same on every rank.
-            options: Packing options.
+            options: Packing length and other options of packing.
             rank: Rank of this process.
             world_size: Number of ranks.
         """
