@@ -83,7 +83,8 @@ on {date}, with {versions}."""
 
 ABOUT_OTHERS = """ms-swift declares {declared} templates that support packing. The next table lists the {number}
 templates for which no tiny model was tested, with the reason. A model with its own code is probed if
-`model.trust_remote_code` is true. The chat format of InternVL is refused. Its hf format, `internvl_hf`, can be packed."""
+`model.trust_remote_code` is true. The chat format of InternVL is refused. Its hf format, `internvl_hf`, can be
+packed."""
 
 VISION_HEAD = ("model", "template", "lengths", "equality")
 
