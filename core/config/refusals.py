@@ -13,7 +13,8 @@ packs. `trainer` is `packplan.hf.use_plan`, and `balance` is `packplan.hf.balanc
 """
 
 
-_DRAWS, _SHARES = "makes batches by itself", "lets ranks share rows"
+_DRAWS = "makes batches by itself"
+_SHARES = "lets ranks share rows in a way that Packplan does not support"
 
 _REMOVE = "remove it"
 
