@@ -32,7 +32,10 @@ def work_of_run(config: RunConfig) -> tuple[WorkModel, str | None]:
     Return the work of a run's model in forward and backward pass, and the reason if it is only
     estimated.
     """
-    model, estimated = _forward_work(config)
+    try:
+        model, estimated = WorkModel.from_config_or_estimated(config_content(config.model))
+    except ConfigError as error:
+        model, estimated = WorkModel.estimated({}), str(error)
     training = config.training
     trained = model.trained(
         text=not training.adds_weights and not training.freeze_llm,
@@ -40,14 +43,6 @@ def work_of_run(config: RunConfig) -> tuple[WorkModel, str | None]:
         vision_gradients=not training.freeze_vit,
     )
     return trained, estimated
-
-
-def _forward_work(config: RunConfig) -> tuple[WorkModel, str | None]:
-    """Return the work of the model's forward pass, and the reason if it is only estimated."""
-    try:
-        return WorkModel.from_config_or_estimated(config_content(config.model))
-    except ConfigError as error:
-        return WorkModel.estimated({}), str(error)
 
 
 def epoch_recipe(config: RunConfig, split: str, files: Iterable[DataFile] | None = None) -> EpochRecipe | None:
