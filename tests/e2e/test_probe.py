@@ -259,7 +259,8 @@ REFUSED = {
     "a blind model": (faulty("a blind model"), "", "the test proves nothing"),
     "too many weights": (faulty("too many weights"), "", "more than 20,000,000"),
     "a span that cannot shrink": (
-        faulty("a span that cannot shrink", memory_span=4096, other_span=4096), "", r"sample to sample: memory_span \(4,096\)$"),
+        faulty("a span that cannot shrink", memory_span=4096, other_span=4096), "",
+        r"sample to sample: memory_span \(4,096\)$"),
 }  # fmt: skip
 """Model -> its configuration, what shows that it may not pack, and its reason."""
 
