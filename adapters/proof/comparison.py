@@ -115,7 +115,7 @@ def packed_and_alone(
 
     Args:
         model: Model in evaluation mode, whose attention keeps packed samples apart.
-        packed: Rows, with the arguments of the call.
+        packed: Packed rows, with the arguments of the model.
         samples: The rows' samples, in their order.
         alone: Outcome of `run_alone`. Without gradients in *alone*, gradients of weights are not
             compared.
@@ -151,7 +151,7 @@ def run_watched(
 
     Args:
         model: Model to call.
-        packed: Rows, with the arguments of the call.
+        packed: Packed rows, with the arguments of the model.
         call: Function by which a trainer calls the model; None calls the model itself.
 
     Raises:

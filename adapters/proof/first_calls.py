@@ -66,7 +66,7 @@ _PATIENCE = timedelta(minutes=10)
 """Maximum time that a rank waits for the other ranks to reach the same model."""
 
 _HOLD_S = 30
-"""Maximum seconds that rank 0 waits at its end for ranks that have read the store less often."""
+"""Maximum seconds that rank 0 waits at its end for ranks that lag behind in reading the store."""
 
 _POLL_S = 0.01
 

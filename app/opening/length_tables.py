@@ -1,4 +1,4 @@
-"""Tables of lengths, which other tools can read, and which runs read instead of measuring."""
+"""Tables of lengths for other tools, and for runs that read a table instead of measuring."""
 
 import contextlib
 import logging

@@ -70,7 +70,7 @@ def trainer_keys(table: Path = SFT_KEYS_FILE) -> Mapping[str, TrainerKey]:
 
 def resolve_inputs(config: Run) -> Run:
     """
-    Return a run whose data are files, whose system prompt is text and whose model is a folder.
+    Return a run with files as data, text as system prompt, and a folder as model.
 
     If the model is given as an id on a hub, its folder in the cache is used. A model that is not in
     the cache is downloaded, if the run allows downloads. Otherwise the id stays, and is refused

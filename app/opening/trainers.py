@@ -55,7 +55,7 @@ from packplan.core.stream import Order, RankState, StreamOptions, StreamProgress
 log = logging.getLogger(__name__)
 
 Differences = Callable[[State], tuple[Difference, ...]]
-"""Function from a checkpoint's resume state to the differences between it and this run."""
+"""Function that returns the differences between a checkpoint's resume state and this run."""
 
 
 def hide_trainer_progress(config: RunConfig) -> RunConfig:
@@ -122,7 +122,7 @@ def match_checkpoint(
         config: The run.
         group: All ranks.
         checkpoint: Checkpoint that `open_checkpoint` returned.
-        differences: Function from a resume state to the differences between it and this run.
+        differences: Function that returns the differences between a resume state and this run.
     """
     if not differences(checkpoint.resume_state):
         return checkpoint

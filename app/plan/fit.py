@@ -200,7 +200,7 @@ def _assumptions(config: RunConfig) -> list[str]:
 
 
 def _packs_to_trace(train: PlannedSplit) -> dict[int, list[Any]]:
-    """Return pack index -> encoded samples for the packs that may need the most memory."""
+    """Return the encoded samples of the packs that may need the most memory, by pack index."""
     table, packs = train.table, train.raw.packs
     names = ("length", "supervised", "patches", "video_patches")
     tokens, supervised, images, videos = (packs.sums(column(table, name).astype(np.int64)) for name in names)

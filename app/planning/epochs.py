@@ -80,7 +80,7 @@ def plan_first_epoch(
     report: ReportProgress = lambda _: None,
 ) -> RawPlan:
     """
-    Build the raw plan of epoch 0, which all epochs use unless each has its own plan.
+    Build the raw plan of epoch 0, which all epochs use unless each epoch has its own plan.
 
     Args:
         name: Name of the split, for messages.

@@ -221,7 +221,7 @@ class PlannedSplit(MeasuredSplit):
     @property
     def pack_stats(self) -> Callable[[int], PackStats]:
         """
-        Function from an epoch to the statistics of its packs. The function keeps no plans of
+        Function that returns the statistics of an epoch's packs. The function keeps no plans of
         earlier epochs.
         """
         if self.epochs is not None:

@@ -180,7 +180,7 @@ def _log_end(config: RunConfig, group: RankGroup, trainer: StreamTrainer) -> Non
 
 
 def _make_order(config: RunConfig, files: Sequence[DataFile]) -> Order:
-    """Return a function from an epoch to the order of its samples, as indices over all *files*."""
+    """Return the function that gives an epoch's order of samples, as indices over all *files*."""
     trainer = config.training.trainer
     seed, sizes = trainer.get("data_seed", config.training.seed), [size for _, size in source_sizes(files)]
     if config.custom.fusion_config is not None:
