@@ -204,7 +204,7 @@ def _open_packs(
 def _plan_packs(trainer: Any, rows: Any, plan: Plan | int) -> tuple[Plan, RowsOfPacks]:
     """
     Return a plan and its packs. If *plan* is a packing length, the rows are planned by their
-    lengths, which come from a checkpoint or are read.
+    lengths. The lengths are loaded from a checkpoint, or the rows are read.
     """
     source, facts = _open_rows(trainer, rows), None
     if not isinstance(plan, Plan):
@@ -219,7 +219,7 @@ def _plan_packs(trainer: Any, rows: Any, plan: Plan | int) -> tuple[Plan, RowsOf
 
 
 def _load_facts(folder: str, num_rows: int, plan: str | None = None) -> RowFacts | None:
-    """Return the facts of rows that a checkpoint keeps for a plan; None if any rank lacks them."""
+    """Return the `RowFacts` that a checkpoint stores for a plan; None if any rank lacks them."""
     saved = read_saved_progress(Path(folder))
     facts = RowFacts.load(Path(folder), saved["data"])
     fits = facts is not None and len(facts.rows) == num_rows and plan in (None, saved["plan"])
@@ -228,8 +228,8 @@ def _load_facts(folder: str, num_rows: int, plan: str | None = None) -> RowFacts
 
 def _read_together(trainer: Any, source: RowSource, *, decode: bool) -> RowFacts:
     """
-    Read each row on one rank, and return the facts of all rows. An error on one rank is raised on
-    every rank.
+    Read each row on one rank, and return the `RowFacts` of all rows. An error on one rank is raised
+    on every rank.
     """
     args = trainer.args
     ranks: dict[str, Any] = {"rank": args.process_index, "world_size": args.world_size}
@@ -314,9 +314,7 @@ class _PlannedTraining(ServesPacks):
     train_packs: RowsOfPacks
 
     def _inner_training_loop(self, *args: Any, **options: Any) -> Any:
-        """
-        Train, after loading facts of the rows from the resumed checkpoint, or reading the rows.
-        """
+        """Train, after loading `RowFacts` from the resumed checkpoint, or reading the rows."""
         packs, folder, state = self.train_packs, options.get("resume_from_checkpoint"), self.pack_batches.state
         if (facts := packs.facts) is None:  # `use_plan` found checkpoints, from which this run may go on
             facts = _load_facts(folder, len(packs.source.rows), state.plan) if folder else None
@@ -327,7 +325,7 @@ class _PlannedTraining(ServesPacks):
         return super()._inner_training_loop(*args, **options)
 
     def _save_rng_state(self, output_dir: str) -> None:
-        """Save the random state in a checkpoint, with the facts of the rows."""
+        """Save the random state and the `RowFacts` in a checkpoint."""
         if self.args.should_save and self.train_packs.facts is not None:
             self.train_packs.facts.save(Path(output_dir))
         super()._save_rng_state(output_dir)
