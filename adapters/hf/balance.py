@@ -8,8 +8,8 @@ the rows of the step's batches into new microbatches, with `core.shard`, by thes
 - The trainer divides the loss of a batch by its number of rows or supervised tokens, or by a
   constant of the step. The loss of a microbatch is weighted by the microbatch's share of this
   divisor. If all batches of a step have the same divisor, a microbatch may have rows of several
-  batches and ranks. Without *move_rows*, its rows are from one rank. Otherwise a microbatch has
-  rows of one batch and one rank.
+  batches and ranks. Without *move_rows*, its rows are from one rank. If the divisors differ, a
+  microbatch has rows of one batch and one rank.
 - Logged values are the same as if the step had one batch: means, minima or maxima over all rows or
   tokens of the step.
 """
