@@ -1,9 +1,9 @@
 """
 Predict the seconds of optimizer steps from a calibration, on packs that it has not seen.
 
-Of each setting's packs, half are left out of the calibration. Steps of these are trained in turn
-with the calibration's own, and with one step that repeats, so that all share what slows the machine
-for a while. The error of a step is that of its prediction from its median over three repeats. The
+Half of each setting's packs are left out of the calibration. Their steps are trained in turn with
+the calibration's steps and with one step that repeats. So a slow phase of the machine meets all
+three. The error of a step is that of its prediction from its median over three repeats. The
 interquartile range of the repeated step shows how far equal steps differ; it is not subtracted.
 """
 
@@ -228,8 +228,8 @@ def _packs(
     train: PlannedSplit, batches: int, world_size: int, options: argparse.Namespace
 ) -> tuple[list[Sequence[int]], int]:
     """
-    Return the packs of a round, and how many of its steps are fitted before the others; a short one
-    at the end is fitted too.
+    Return the packs of a round, and the number of first steps that are fitted. A shorter last step
+    is fitted, too.
     """
     raw = train.raw.packs
     each, shuffled = world_size * batches, np.random.default_rng(options.seed).permutation(len(raw))

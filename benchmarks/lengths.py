@@ -1,13 +1,13 @@
 """
 Measure the lengths of samples, beside encoding them in full: samples a second and CPU time.
 
-Made text, small images and photographs are measured from the template's texts and the images'
-headers, and by full encodes, with each number of worker processes. Chats are measured beside the
-bare tokenizer, on the same rows. Videos are measured from their containers; their lengths are
-compared with full encodes, and a clip of 30 s at 720p is timed. Chats, images and videos are
-measured beside ms-swift's `AddLengthPreprocessor` and TRL's tokenisation, with each number of
-worker processes. Last, the command runs on more and more chats with images, for its time and
-memory of a record. For chats and videos by themselves, samples/s are per second of CPU time.
+Made text, small images and photographs are measured in two ways, with each number of worker
+processes: from the template's texts and the images' headers, and by full encodes. Chats are
+measured beside the bare tokenizer, on the same rows. Videos are measured from their containers;
+their lengths are compared with full encodes, and a clip of 30 s at 720p is timed. Chats, images and
+videos are measured beside ms-swift's `AddLengthPreprocessor` and TRL's tokenisation, with each
+number of worker processes. Last, the command runs on more and more chats with images, for its time
+and memory of a record. For chats and videos by themselves, samples/s are per second of CPU time.
 """
 
 import argparse

@@ -2,9 +2,9 @@
 Forecast peaks of memory beside those of the allocator, as torch's profiler records them on a CPU,
 or CUDA's allocator itself.
 
-Each setting trains two epochs over all packs of a plan: one rank by the real trainer, two ranks
-under DDP, or as accelerate wraps FSDP 2. The forecast is that of `packplan plan fit` for the
-heaviest pack.
+Each setting trains two epochs over all packs of a plan. One rank trains by the real trainer; two
+ranks train under DDP, or as accelerate wraps FSDP 2. The forecast is that of `packplan plan fit`
+for the heaviest pack.
 """
 
 import argparse

@@ -1,8 +1,8 @@
 """
 Rows of packed samples that ranks share: peak of memory and processor time of a rank.
 
-Each number of ranks trains a step of the same Qwen2 on the same row, forward and backward, in
-processes of their own on this machine. The peak counts the tensors of a step beyond the weights.
+Each number of ranks trains one step of the same Qwen2 on the same row, forward and backward. Every
+rank is a process on this machine. The peak counts the tensors of a step beyond the weights.
 """
 
 import argparse

@@ -2,9 +2,9 @@
 Count how even the work of ranks is, by the packs of a step and by the ranks that compute them.
 
 Work is in FLOPs of a 7B model, with a vision tower where samples have images. A step takes as long
-as its busiest rank. Every way is compared with random steps of packs of best fit. With one pack of
-each rank, "floor" is the part that whole samples of more than a pack's mean work leave uneven,
-whichever packs they are in. Seconds are of processor time.
+as its busiest rank. Every way is compared with random steps of packs of best fit. Some samples have
+more than a pack's mean work. With one pack a rank, "floor" is the unevenness that these samples
+cause in any plan. Seconds are of processor time.
 
 With --families, the work that config.json gives is compared with torch's own counter, for small
 copies of each architecture that transformers has.

@@ -1,10 +1,14 @@
 """
 Functions of the project that `packplan sft app/demo.yaml` calls: `python -m tools.way`.
 
-It trains two steps of the demo. Three lists have a line for each file, with its functions in order
-of their first call: those of the run to the end of its first step, those that read and encode the
-packs of the second step, and those of its first `training_step`. Their counts end each list.
-Arguments override keys of the YAML.
+It trains two steps of the demo and prints three lists of functions:
+
+- those of the run to the end of its first step;
+- those that read and encode the packs of the second step;
+- those of its first `training_step`.
+
+Each list has a line for each file, with the functions in order of their first call, and ends with
+their number. Arguments override keys of the YAML.
 """
 
 import functools

@@ -28,6 +28,15 @@ FRAGMENT = re.compile(
 """Beginnings of docstrings, and of entries of arguments, that do not name a thing."""
 
 
+MOST_WORDS = 25
+"""Most words in a sentence of a docstring or a page; what stands in backticks is one word."""
+
+NO_PROSE = re.compile(r"^ *```.*?```|^ *(?:\||#|>>>|!\[|[├│└]).*?$", re.MULTILINE | re.DOTALL)
+"""Code, tables, headings, pictures and trees."""
+
+SENTENCE_END = re.compile(r"[.!?:][`*)]*\s+(?=[^a-z])|\n\s*\n|\n\s*(?:[-*]|\d+\.) |\n\s*(?=\w+: )")
+
+
 def public_functions(body: list[ast.stmt]) -> Iterator[ast.FunctionDef]:
     """Yield the functions that are public, and the methods of public classes."""
     for node in body:
@@ -45,6 +54,20 @@ def is_documented(function: ast.FunctionDef) -> bool:
     return bool(len(names) < MANY or refers or names <= {*re.findall(r"^ *(\w+): ", said, re.MULTILINE)})
 
 
+def yield_strings(source: str) -> Iterator[str]:
+    """Yield the docstrings of a module and of its classes, functions and fields."""
+    for node in ast.walk(ast.parse(source)):
+        match node:
+            case ast.Expr(value=ast.Constant(value=str(text))):
+                yield text
+
+
+def long_sentences(text: str) -> list[str]:
+    """Return the sentences of *text* that have too many words."""
+    sentences = SENTENCE_END.split(re.sub("`[^`]+`", "`…`", NO_PROSE.sub("\n\n", text)))
+    return [" ".join(words) for one in sentences if len(words := one.lstrip("-* ").split()) > MOST_WORDS]
+
+
 def test_arguments_are_documented():
     """Where there are many arguments, each is documented."""
     functions = [(path, one) for path, source in SOURCES.items() for one in public_functions(ast.parse(source).body)]
@@ -56,3 +79,13 @@ def test_arguments_are_documented():
 def test_no_docstring_is_a_fragment():
     """Docstrings and arguments name things."""
     assert {} == {path: found for path, source in SOURCES.items() if (found := FRAGMENT.findall(source))}
+
+
+def test_sentences_are_short():
+    """So that a person who skims reads each once; a colon may end one."""
+    pages = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md", *(ROOT / "docs").rglob("*.md")]
+    texts = {path: path.read_text(encoding="utf-8") for path in pages}
+    texts |= {path: "\n\n".join(yield_strings(source)) for path, source in SOURCES.items()}
+
+    assert [f"{25 * 'A '}b"] == long_sentences(f"Short. {25 * 'A '}b\n\n{24 * 'a '}`b c`.")
+    assert {} == {path: found for path, text in texts.items() if (found := long_sentences(text))}
