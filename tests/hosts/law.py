@@ -126,19 +126,12 @@ def rows_of(name: str) -> list[dict[str, Any]]:
 
 
 class Watch(Gradients):
-    """Keeps what reaches the model, and the weights and gradients of each step."""
+    """Callback that keeps each step's weights and gradients, and kills the process after one."""
 
-    def __init__(self, trainer: Any, kill_after: int | None) -> None:
+    def __init__(self, kill_after: int | None) -> None:
         super().__init__()
-        self.batches: list[list[int]] = []
         self.weights: list[dict[str, torch.Tensor]] = []
         self._kill_after = kill_after
-        self._trainer = trainer
-        trainer.model.register_forward_pre_hook(self._note, with_kwargs=True)
-
-    def _note(self, model: Any, _: Any, given: dict[str, Any]) -> None:
-        if model.training and not (self._trainer._checks_first_pack or self._trainer.unpadding.is_trial):
-            self.batches.append(given["input_ids"][given["attention_mask"] != 0].tolist())
 
     def on_step_begin(self, args, state, control, *, model, **_):
         self.weights.append({name: weight.detach().clone() for name, weight in model.state_dict().items()})
@@ -151,6 +144,20 @@ class Watch(Gradients):
             if torch.distributed.is_initialized():
                 torch.distributed.barrier()
             os.kill(os.getpid(), signal.SIGKILL)
+
+
+class WatchBatches(Watch):
+    """Keeps what reaches the model, too."""
+
+    def __init__(self, trainer: Any, kill_after: int | None) -> None:
+        super().__init__(kill_after)
+        self.batches: list[list[int]] = []
+        self._trainer = trainer
+        trainer.model.register_forward_pre_hook(self._note, with_kwargs=True)
+
+    def _note(self, model: Any, _: Any, given: dict[str, Any]) -> None:
+        if model.training and not (self._trainer._checks_first_pack or self._trainer.unpadding.is_trial):
+            self.batches.append(given["input_ids"][given["attention_mask"] != 0].tolist())
 
 
 def arguments(kind: Any, out: Path, **settings: Any) -> Any:
@@ -202,7 +209,7 @@ def train(rank: int, cell: Cell, out: Path) -> None:
     trainer, row_ranks = trainer_of(cell, model, rows, out / "run"), cell.get("row_ranks", 1)
     use_plan(trainer, plan.raw.packing_length, eval_plan=plan, sequence_parallel_size=row_ranks)  # the same plan
     asked = assert_step_loss(trainer)
-    watch = Watch(trainer, cell.get("kill_after"))
+    watch = WatchBatches(trainer, cell.get("kill_after"))
     trainer.add_callback(watch)
     killed_ranks = cell.get("killed_ranks", 0)
     trainer.train(resume_from_checkpoint=bool(killed_ranks))

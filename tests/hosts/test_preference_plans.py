@@ -1,7 +1,5 @@
 """Plans of preference data in TRL: pairs for DPO and rewards, rows for KTO without its KL term."""
 
-import os
-import signal
 from contextlib import nullcontext
 from functools import partial
 from itertools import product
@@ -23,8 +21,7 @@ from packplan.adapters.hf.refusals import is_old_trl
 from packplan.core.errors import ArgumentError, MismatchError, StaleError
 from packplan.hf import row_lengths, use_plan
 from tests import nearness
-from tests.e2e.alone import Gradients
-from tests.hosts.law import PLAIN_STEPS, arguments, fork_ranks, model_of, tokenizer
+from tests.hosts.law import PLAIN_STEPS, Watch, arguments, fork_ranks, model_of, tokenizer
 from tests.hosts.pages import HOSTED
 from tests.nearness import FLOAT32
 
@@ -71,26 +68,6 @@ def plan_of(trainer):
     """Return a plan of a trainer's samples in packs of one to several."""
     lengths = row_lengths(trainer)
     return pp.plan(lengths, max(lengths) + 9)
-
-
-class Watch(Gradients):
-    """Callback that keeps each step's weights and gradients, and kills the process after one."""
-
-    def __init__(self, kill_after):
-        super().__init__()
-        self.weights, self._kill_after = [], kill_after
-
-    def on_step_begin(self, args, state, control, *, model, **_):
-        self.weights.append({name: one.detach().clone() for name, one in model.state_dict().items()})
-
-    def on_step_end(self, args, state, control, **_):
-        control.should_save = self._kill_after is not None
-
-    def on_save(self, args, state, control, **_):
-        if state.global_step == self._kill_after:
-            if torch.distributed.is_initialized():
-                torch.distributed.barrier()
-            os.kill(os.getpid(), signal.SIGKILL)
 
 
 def run(rank, out, cell, kill_after=None):
