@@ -27,7 +27,6 @@ FRAGMENT = re.compile(
 )
 """Beginnings of docstrings, and of entries of arguments, that do not name a thing."""
 
-
 MOST_WORDS = 25
 """Most words in a sentence of a docstring or a page; what stands in backticks is one word."""
 
