@@ -149,6 +149,10 @@ class KeepsCheckpoints:
         """Whether SIGTERM ended training before its last step."""
         return self._sigterm.stopped and self.state.global_step < self.state.max_steps
 
+    def wait_for_all(self) -> None:
+        """Wait until every rank has called this method."""
+        self._any_rank(False)  # noqa: FBT003  # only its arrival counts
+
     def _reduce_flag(self, flag: bool) -> bool:  # noqa: FBT001  # as in `RankGroup`
         return bool(self.accelerator.reduce(torch.tensor(float(flag), device=self.args.device)))
 
@@ -176,13 +180,13 @@ class KeepsCheckpoints:
             remove_digests(folder)
         # Each rank reads files of other ranks. The trainer's state comes next, and makes the
         # checkpoint whole.
-        self._any_rank(False)  # noqa: FBT003  # only its arrival counts
+        self.wait_for_all()
         # If every node writes its own checkpoint, the node's ranks share it.
         on_node = args.local_process_index, int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
         share, num_shares = on_node if args.save_on_each_node else (args.process_index, args.world_size)
         write_digests(folder, share=share, num_shares=num_shares)
         self.state.stateful_callbacks[_MARK] = {}
-        self._any_rank(False)  # noqa: FBT003
+        self.wait_for_all()
 
 
 def remove_digests(folder: Path) -> None:
