@@ -301,13 +301,13 @@ def _no_packs_error(lengths: IntArray, skipped: IntArray, dropped: Packs, policy
         has = verb_for(skipped.size, "has", "have")
         reasons.append(f"{counted(skipped.size, 'sample')} {has} {capacity} or more, and long samples are skipped")
     if len(dropped):
-        short = lengths[dropped.indices]
+        short, fullest = lengths[dropped.indices], int(dropped.loads(lengths).max())
         # Rounded down, so that the ratio in the message is low enough.
-        details["fullest"] = int(dropped.loads(lengths).max()) * 10_000 // policy.packing_length / 10_000
+        details["fullest"] = fullest * 10_000 // policy.packing_length / 10_000
         reasons.append(
             f"{counted(len(dropped), 'pack')} (samples of {token_range(int(short.min()), int(short.max()))}) "
             f"{verb_for(len(dropped))} filled below min_fill_ratio {policy.min_fill_ratio}, the fullest to "
-            f"{details['fullest']:g} of {capacity}"
+            f"{details['fullest']:g} ({fullest:,} of {capacity})"
         )
     fact = f"none of {counted(lengths.size, 'sample')} is left to train on: {'; '.join(reasons)}"
     return ArgumentError("all_dropped" if len(dropped) else "all_skipped", fact, details)

@@ -273,7 +273,8 @@ def sample_figures(plan: PlanSummary, *, packed: bool = True) -> Iterator[Figure
 
 def pack_figures(plan: PlanSummary) -> Iterator[Figure]:
     """Yield the figures of a plan's packs."""
-    remark = f"of {counted(plan.packing_length, 'token')}; no plan has fewer than {plan.lower_bound:,}"
+    bound = f"no plan has fewer than {plan.lower_bound:,}{' in all' * bool(plan.dropped_packs)}"
+    remark = f"of {counted(plan.packing_length, 'token')}; {bound}"
     yield Figure("num_packs", "packs", f"{plan.num_packs:,}", remark, decides=True)
     if plan.auto_packs:
         remark = "approximately, with packing_algorithm: auto"
@@ -319,8 +320,7 @@ class PlanTable:
             f'<td style="text-align:left">{one.remark}</td></tr>'
             for one in self.figures
         )
-        packs = self.plan.packs[:_DRAWN_PACKS]
-        lengths = [self.plan.lengths[pack].tolist() for pack in packs]
+        lengths = [self.plan.lengths[pack].tolist() for pack in self.plan.packs[:_DRAWN_PACKS]]
         return f"<table>{cells}</table>{draw_packs(lengths, packing_length=self.plan.raw.packing_length)}"
 
 

@@ -145,12 +145,10 @@ class _Loader(yaml.SafeLoader):
 def _construct_mapping(loader: _Loader, node: yaml.MappingNode) -> dict[Any, Any]:
     seen: dict[Any, int] = {}
     for key_node, _ in node.value:
-        is_scalar = isinstance(key_node, yaml.ScalarNode)
-        key = loader.construct_object(key_node, deep=True) if is_scalar else None
+        key = loader.construct_object(key_node, deep=True) if isinstance(key_node, yaml.ScalarNode) else None
         if not isinstance(key, str):
             what = _BRACKETS.get(key_node.id, f"{key_node.value} is not a text: put quotes around it")
-            problem = f"the key {what}"
-            raise yaml.constructor.ConstructorError(None, None, problem, key_node.start_mark)
+            raise yaml.constructor.ConstructorError(None, None, f"the key {what}", key_node.start_mark)
         if key in seen and key != "<<":
             problem = f"the key {key!r} is written twice (first in line {seen[key]})"
             raise yaml.constructor.ConstructorError(None, None, problem, key_node.start_mark)

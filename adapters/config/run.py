@@ -194,12 +194,10 @@ def _convert_settings(
     taken: dict[str, Any] = {}
     for key, value in values.items():
         path = f"{section}.{key}"
-        if path in _REFUSED:
-            found.append(Fault(path, _REFUSED[path]))
+        if refusal := _NO_PRESET if (key, value) == ("fsdp", "fsdp2") else _REFUSED.get(path):
+            found.append(Fault(path, refusal))
         elif key not in keys:
             found.append(Fault(path, advise(str(key), section)))
-        elif (key, value) == ("fsdp", "fsdp2"):
-            found.append(Fault(path, _NO_PRESET))
         else:
             try:
                 is_path = keys[key].path and isinstance(value, str)

@@ -253,6 +253,10 @@ def machine_faults(settings: Mapping[str, Any], *, on_cpu: bool, section: str = 
     if settings.get("fsdp") and on_cpu:
         reason = "has no effect on a CPU, where accelerate ignores it: remove it, or train on GPUs"
         yield Fault(f"{section}.fsdp", reason)
+    for key in SETTINGS_FILES:
+        # Text that begins with ey is JSON in base64, as the launcher of DeepSpeed writes it.
+        if isinstance(path := settings.get(key), str) and not path.startswith(("{", "ey")) and not Path(path).is_file():
+            yield Fault(f"{section}.{key}", f"is {path}, but there is no such file: name a JSON file of settings")
     shared = read_nested_settings(settings.get("deepspeed"))
     for name in ("tensor_parallel", "sequence_parallel_size"):
         if name in shared:

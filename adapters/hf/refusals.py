@@ -61,7 +61,7 @@ def refuse_misuse(trainer: Any, plan: Any, eval_plan: Any) -> None:
             plan.
     """
     fact, named = None, _name_in_trl(trainer)
-    if not hasattr(trainer, "get_train_dataloader"):
+    if not hasattr(trainer, "get_train_dataloader") or isinstance(trainer, type):
         fact = f"use_plan(trainer, plan) takes a trainer of transformers or TRL first, not a {type(trainer).__name__}"
     elif named not in {None, "SFTTrainer", *_PREFERENCE}:
         fact = f"{type(trainer).__name__} makes batches that no plan can replace: use packplan.hf.unpad(trainer.model)"

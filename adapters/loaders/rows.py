@@ -279,10 +279,13 @@ def refuse_other_lengths(planned: Mapping[int, int], lengths: Sequence[int]) -> 
     Raises:
         StaleError: A length differs.
     """
-    if [*planned.values()] != lengths:
-        for (index, due), length in zip(planned.items(), lengths, strict=True):
-            if due != length:
-                raise StaleError.for_sample(index, f"row {index}", (Difference("length", due, length),))
+    for (index, due), length in zip(planned.items(), lengths, strict=True):
+        if due != length:
+            raise _changed_row_error(index, Difference("length", due, length))
+
+
+def _changed_row_error(index: int, change: Difference) -> StaleError:
+    return attrs.evolve(StaleError.for_sample(index, f"row {index}", (change,)), kind="changed_row")
 
 
 @attrs.frozen(eq=False)
@@ -331,12 +334,9 @@ class RowFacts:
 
     def refuse_other_rows(self, indices: Sequence[int], digests: Sequence[bytes]) -> None:
         """Raise StaleError if the digest of a row of *indices* has changed."""
-        if self.rows["digest"][indices].tobytes() == b"".join(digests):
-            return
         for index, digest in zip(indices, digests, strict=True):
             if (first := self.rows["digest"][index].tobytes()) != digest:
-                change = Difference("digest", first.hex(), digest.hex())
-                raise StaleError.for_sample(index, f"row {index}", (change,))
+                raise _changed_row_error(index, Difference("digest", first.hex(), digest.hex()))
 
 
 def require_supervised_rows(supervised: IntArray) -> None:

@@ -99,8 +99,7 @@ def open_step_tracer(
         ModelError: The model cannot be traced.
     """
     on_gpu, config = not config.training.trainer.get("use_cpu"), config_to_trace(config)
-    cpu = torch.device("cpu")
-    model = open_model(config.model, config.training, attention=attention, device=cpu, outline=True)
+    model = open_model(config.model, config.training, attention=attention, device=torch.device("cpu"), outline=True)
     template = encoder.template
     template.model = plain_model(model)
     arguments = make_training_arguments(config, gradient_accumulation_steps=1)

@@ -12,7 +12,7 @@ from packplan.adapters import files
 from packplan.adapters.config.run import parse_config
 from packplan.adapters.stores.length_table import read_length_table, read_length_table_key, write_length_table
 from packplan.app.opening.runs import read_config, resolve_inputs, trainer_keys
-from packplan.app.opening.stores import records_cache
+from packplan.app.opening.stores import records_cache, require_parent
 from packplan.app.planning.split import KnownTable, Split
 from packplan.core.config.run import RunConfig
 from packplan.core.errors import ArgumentError, ConfigError, StaleError
@@ -74,8 +74,7 @@ def refuse_other_output(output: Path) -> None:
     Refuse *output* if it is another kind of file than a table of lengths, or if its folder is
     missing.
     """
-    if not output.parent.is_dir():
-        raise ConfigError.for_key("--output", f"is {output}, whose folder does not exist: create it")
+    require_parent(output)
     if output.exists():
         with _wrap_key_errors("--output", "; name another file"):
             read_length_table_key(output)

@@ -43,8 +43,7 @@ def read_config(path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
     Raises:
         ConfigError: The configuration has faults; the error lists all of them.
     """
-    config = parse_config(read_document(Path(path)), str(path), trainer_keys(), overrides=overrides)
-    return resolve_inputs(config)
+    return resolve_inputs(parse_config(read_document(Path(path)), str(path), trainer_keys(), overrides=overrides))
 
 
 def read_rl_config(path: str | Path, overrides: Sequence[str] = ()) -> RlConfig:

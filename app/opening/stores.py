@@ -85,6 +85,12 @@ def open_split_records(config: RunConfig, split: str) -> FileRecords:
     return open_records(paths, cache=records_cache(config))
 
 
+def require_parent(output: Path) -> None:
+    """Refuse the file that --output names if its folder is missing."""
+    if not output.parent.is_dir():
+        raise ConfigError.for_key("--output", f"is {output}, whose folder does not exist: create it")
+
+
 def write_new_file(path: Path, text: str, *, replaces: str | None = None) -> None:
     """
     Write the file that --output names; ConfigError if the file exists with other content.
@@ -94,6 +100,7 @@ def write_new_file(path: Path, text: str, *, replaces: str | None = None) -> Non
         text: Content of the file.
         replaces: An existing file is replaced if it begins with this text; None replaces no file.
     """
+    require_parent(path)
     held = path.read_bytes() if path.is_file() else b"" if path.exists() else None
     if held not in {None, text.encode()} and (replaces is None or not held.startswith(replaces.encode())):
         raise ConfigError.for_key("--output", f"is {path}, which has other content: name another file, or remove it")

@@ -129,8 +129,7 @@ def explanation_lines(explanation: dict[str, Any]) -> Iterator[str]:
         f"pack {pack['pack']} of {explanation['split']}: {pack['tokens']:,} of {pack['packing_length']:,} tokens, fill "
         f"{pack['fill']:.4f}, {counted(len(pack['samples']), 'sample')}"
     )
-    steps = [f"step {step['step']} on rank {step['rank']}" for step in pack["steps"]]
-    trained = ", ".join(steps) or "not trained"
+    trained = ", ".join(f"step {step['step']} on rank {step['rank']}" for step in pack["steps"]) or "not trained"
     yield f"  in epoch {pack['epoch']}, counted from 0: {trained} (of {counted(pack['world_size'], 'rank')})"
     yield from (f"  {_sample_line(sample)}" for sample in pack["samples"])
 

@@ -31,6 +31,7 @@ from packplan.app.plan.stored import yield_refusals
 from packplan.app.planning.epochs import EpochPlanner, lengths_of_records, plan_first_epoch
 from packplan.app.planning.schedule import refuse_stream
 from packplan.app.planning.split import Split
+from packplan.core.config.remedies import MEASURE_AGAIN
 from packplan.core.epochs import EpochRecipe, RecordLengths
 from packplan.core.errors import (
     CorruptArtefactError,
@@ -136,7 +137,7 @@ def verify(split: Split, *, num_samples: int = 0, decode: bool = False) -> Itera
     name, source, lengths_kept, plans_kept = split.name, split.source, split.stores.lengths, split.stores.plans
     damage = lengths_kept.damage()
     plan_damage = plans_kept.damage()
-    yield from (Finding("artefacts", error.path, error.reason) for error in [*damage, *plan_damage])
+    yield from (Finding("artefacts", one.path, f"{one.reason}; {one.remedy}") for one in [*damage, *plan_damage])
     origin = _read_or_none(lengths_kept.origin)
     if origin is None and not damage and not plan_damage:
         raise NotBuiltError(str(lengths_kept.folder), "holds no lengths")
@@ -176,8 +177,8 @@ def _input_faults(
     Yield the differences between the run's current inputs and the stored inputs, and each bad
     record that has changed.
     """
-    for difference in differences:
-        yield Finding("inputs", difference.key, f"measured with {difference.stored!r}, now {difference.current!r}")
+    for change in differences:
+        yield Finding("inputs", change.key, f"measured with {change.stored!r}, now {change.current!r}; {MEASURE_AGAIN}")
     total = len(source)
     if origin.num_measured < total and not _data_differ(differences):
         reason = f"{origin.num_measured:,} of {counted(total, 'record')} are measured: packplan plan build continues"
@@ -244,12 +245,12 @@ def _image_faults(name: str, lengths: StoredLengths, source: LengthSource, *, de
             yield Finding("images", f"sample {index}", str(error))
             continue
         if len(found) != len(measured.media):
-            reason = f"measured with {counted(len(measured.media), 'image')}, now {len(found)}"
+            reason = f"measured with {counted(len(measured.media), 'image')}, now {len(found)}; {MEASURE_AGAIN}"
             yield Finding("images", f"sample {index}", reason)
             continue
         for number, (then, now) in enumerate(zip(measured.media, found, strict=True)):
             if differences := then.differences(now):
-                reason = f"has changed since it was measured: {'; '.join(map(str, differences))}"
+                reason = f"has changed since it was measured: {'; '.join(map(str, differences))}; {MEASURE_AGAIN}"
                 yield Finding("images", f"image {number} of sample {index}", reason)
 
 
@@ -267,8 +268,7 @@ def _sample_faults(name: str, lengths: StoredLengths, source: LengthSource, coun
     """Encode *count* samples again, spread over the data, and yield the samples that differ."""
     samples = sample_indices(lengths.rows.table[: len(source)])
     chosen = np.linspace(0, samples.size - 1, min(count, samples.size)).round().astype(int)
-    indices = np.unique(samples[chosen]).tolist()
-    for index in progress(indices, desc=f"encoding {name} again", unit=" samples"):
+    for index in progress(np.unique(samples[chosen]).tolist(), desc=f"encoding {name} again", unit=" samples"):
         stored = from_row(lengths.rows.table, index)
         try:
             differences = stored.differences(source.measure_in_full(index))
@@ -276,5 +276,5 @@ def _sample_faults(name: str, lengths: StoredLengths, source: LengthSource, coun
             yield Finding("samples", f"sample {index}", str(error))
             continue
         if differences:
-            changes = "; ".join(map(str, differences))
-            yield Finding("samples", f"sample {index}", f"has other measurements than the stored ones: {changes}")
+            reason = f"has other measurements than the stored ones: {'; '.join(map(str, differences))}; {MEASURE_AGAIN}"
+            yield Finding("samples", f"sample {index}", reason)

@@ -10,7 +10,8 @@ import re
 from collections.abc import Mapping
 from types import MappingProxyType
 
-_MEASURE_AGAIN = "restore it, or measure and plan again in another folder (training.output_dir)"
+MEASURE_AGAIN = "restore it, or measure and plan again in another folder (training.output_dir)"
+"""Remedy for an input, an image or a sample that has changed since its length was measured."""
 
 DROP_LESS_REMEDY = "To drop less, set training.packing_drop_last: false, or lower training.packing_min_fill_ratio"
 """Remedy for a stream that drops too large a share of its tokens."""
@@ -38,8 +39,8 @@ REMEDIES: Mapping[str, str] = MappingProxyType(
         "model from that folder, and remove resume_from_checkpoint",
         "fewer_ranks": "start as many ranks as before, or share no pack (training.sequence_parallel_size: 1)",
         "changed_order": "install the version that wrote the checkpoint: this one trains packs in another order",
-        "changed_image": _MEASURE_AGAIN,
-        "changed_sample": _MEASURE_AGAIN,
+        **dict.fromkeys(("changed_image", "changed_sample"), MEASURE_AGAIN),
+        "changed_row": "restore it, or plan the lengths that the rows have now",
         "changed_copy": "delete {copy}: the next run makes the copy again",
         "not_built": "run packplan plan build, which measures and plans",
         "refused": "free disk space, or choose another folder (training.output_dir)",

@@ -84,7 +84,7 @@ def test_deepspeed_reaches_ms_swift_as_it_was_written(arguments, monkeypatch):
             "training.max_grad_norm is 0.5, but .*: add gradient_clipping: auto",
         ),
         ({"deepspeed": "ds.json"}, "remove tensor_parallel"),
-        ({"deepspeed": "zero9"}, "training"),
+        ({"deepspeed": "zero9"}, "training.deepspeed is zero9, but there is no such file: name a JSON file of"),
         ({"parallelism_config": {"tp_size": 2}}, "lets ranks share rows"),
         ({"label_smoothing_factor": 0.1}, "is averaged over packs"),
     ],

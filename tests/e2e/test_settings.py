@@ -65,7 +65,7 @@ def test_no_value_of_any_setting_ends_in_a_traceback(arguments_of, value):
          "training.torch_compile cannot be used: 'ZIGZAG' is not a valid DynamoBackend"),
         ({"max_shard_size": "zigzag"}, "training.max_shard_size cannot be used: 'zigzag' is not a size such as 5GB"),
         ({"report_to": ["kubeflow"]}, "training.report_to cannot be used: Kubeflow"),
-        ({"accelerator_config": "gone.json"}, "No such file or directory: 'gone.json'"),
+        ({"accelerator_config": "gone.json"}, "accelerator_config is gone.json, but there is no such file"),
     ],
 )  # fmt: skip
 def test_what_the_trainer_uses_late_is_tried_before_measuring(arguments_of, training, says):

@@ -134,7 +134,7 @@ REFUSED = {
     "no-label": ("sft", "qwen2", f"{ONE} --max_length 20 --truncation_strategy right", ["ArgumentError", "host"]),
     "not-finite": ("sft", "qwen2", f"{ONE} --tuner_type full --learning_rate 1e30", ["RunError", "not_finite"]),
     "unlike": ("sft", "qwen2", ONE, ["MismatchError", "unlike_alone"]),
-    "longer": ("sft", "changed_vl", f"{ONE} --max_length 900", ["StaleError", "changed_sample"]),
+    "longer": ("sft", "changed_vl", f"{ONE} --max_length 900", ["StaleError", "changed_row"]),
     "gone": ("sft", "changed_vl", f"{ONE} --max_length 900", ["DataSetError", ""]),
 }  # fmt: skip
 """Run -> words, class and keys of the error; rows of some change after they were measured."""

@@ -6,6 +6,7 @@ import pytest
 from packplan.adapters.stores.lengths import DiskLengthStore
 from packplan.adapters.stores.plans import DiskPlanStore
 from packplan.app.plan.verify import verify
+from packplan.core.config.remedies import MEASURE_AGAIN
 from packplan.core.errors import ArgumentError, Difference, NotBuiltError, StaleError
 from packplan.core.packs import Packs
 from packplan.core.plan import build_raw_plan
@@ -53,7 +54,7 @@ def test_what_is_whole_has_no_findings(built):
         (ListSource(LENGTHS), {"min_fill_ratio": "0.9"},
          ["plan: min_fill_ratio: planned with '0.65', now '0.9': packplan plan build plans again"]),
         (ListSource([*LENGTHS, 9]), {}, ["8 of 9 records are measured"]),
-        (ListSource(LENGTHS[:5]), {}, ["inputs: data (number of records): measured with 8, now 5"]),
+        (ListSource(LENGTHS[:5]), {}, ["data (number of records): measured with 8, now 5; restore it, or"]),
         (ListSource([5, *LENGTHS]), {}, ["inputs: data (digest of the first 8 records)"]),
         (ListSource(LENGTHS), {"packing_length": 50, "refuse_longer": True},
          ["plan: packing_length: ", "training refuses the data: sample"]),
@@ -86,7 +87,7 @@ def test_samples_and_images_that_changed_or_cannot_be_read_hide_no_other_fault(b
     assert image.startswith("images: image 0 of sample 6")
     assert [
         "images: sample 5: data, line 6: the image is gone",
-        "images: sample 7: measured with 1 image, now 2",
+        f"images: sample 7: measured with 1 image, now 2; {MEASURE_AGAIN}",
         "samples: sample 2: data, line 3: cannot be measured",
     ] == [gone, two, unread]
 

@@ -148,6 +148,7 @@ REFUSED = {
     "27 samples.* 1 row:": (ArgumentError, partial(follow_plan, eval_dataset=ROWS[:1], eval_plan=PLAN)),
     "dict of data sets": (ArgumentError, partial(follow_plan, eval_dataset={"a": ROWS}, eval_plan=PLAN)),
     "has no train_dataset": (ArgumentError, partial(follow_plan, rows=None, max_steps=1)),
+    "not a type": (ArgumentError, lambda _: use_plan(GRPOTrainer, PLAN)),
     "not a Plan": (ArgumentError, lambda out: use_plan(PLAN, trainer_with(out))),
     "plan is of type RawPlan": (ArgumentError, partial(follow_plan, plan=PLAN.raw)),
     "plan is of type float": (ArgumentError, partial(follow_plan, plan=4096.0)),
