@@ -4,6 +4,7 @@ import atexit
 import collections
 import functools
 import gc
+import importlib.metadata
 import importlib.util
 import itertools
 import logging
@@ -22,6 +23,8 @@ from hypothesis import HealthCheck, settings
 import packplan.core
 from tests.processes import Server, fork_server
 
+# transformers, TRL and others each read which packages there are, for 0.3 s.
+importlib.metadata.packages_distributions = functools.cache(importlib.metadata.packages_distributions)
 # No test reaches for a hub or a network.
 os.environ.update(HF_HUB_OFFLINE="1", TRANSFORMERS_OFFLINE="1", TOKENIZERS_PARALLELISM="false")
 # Ray asks for a token from its first start on, which a process forked after it was imported lacks.

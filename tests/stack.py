@@ -1,17 +1,21 @@
 """Libraries, adapters and commands that the server of `tests.processes` imports once."""
 
+import copy
 import functools
 import gc
 import importlib.metadata
+import secrets
 import types
+from pathlib import Path
 
 # Looking at a million objects again and again that live as long as the process costs 1.3 s of 8.
 gc.disable()
 
-import datasets  # noqa: E402
+import datasets.fingerprint  # noqa: E402
 import deepspeed  # noqa: E402
 import PIL.Image  # noqa: E402
 import torch  # noqa: E402
+from accelerate.utils import imports  # noqa: E402
 from swift.model import model_meta  # noqa: E402
 from transformers.configuration_utils import PreTrainedConfig  # noqa: E402
 from transformers.conversion_mapping import get_checkpoint_conversion_mapping  # noqa: E402
@@ -38,13 +42,29 @@ deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
 # ms-swift compares a model's name with all that it knows: a twentieth of a run's time.
 matched = functools.cache(model_meta.get_matched_model_meta)
 arguments.get_matched_model_meta = model_meta.get_matched_model_meta = matched
+# It reads each value of a model's configuration, for each object of arguments: a tenth of a run.
+read_info = functools.cache(lambda _text, read, *of: read(*of, None))
+
+
+def info_of(folder, model_type, quantization_config, read=model_meta._get_model_info):
+    """Return facts of a model as ms-swift reads them; those of a known configuration as a copy."""
+    config = Path(folder, "config.json")
+    if model_type is None or quantization_config is not None or not config.exists():
+        return read(folder, model_type, quantization_config)
+    return copy.deepcopy(read_info(config.read_bytes(), read, folder, model_type))
+
+
+model_meta._get_model_info = info_of
 # It looks up versions for each model that it opens: another thirtieth.
 importlib.metadata.version = functools.cache(importlib.metadata.version)
+imports._is_package_available = functools.cache(imports._is_package_available)
 # transformers writes each configuration out, for a log that is off: an eighth of a run's time.
 PreTrainedConfig.__repr__ = object.__repr__
 # A pool for each map takes a third of a run, and its fork would wait for threads of others.
 mapped = datasets.Dataset.map
 datasets.Dataset.map = lambda *args, **options: mapped(*args, **options | {"num_proc": None})
+# datasets pickles each tokenizer, to name a file that no other run reads: a fifteenth of a run.
+datasets.fingerprint.update_fingerprint = datasets.arrow_dataset.update_fingerprint = lambda *_: secrets.token_hex(8)
 # Of each seed, torch keeps the stack for devices that are not there: a twentieth of a run.
 for device in (torch.cuda, torch.mtia, torch.xpu):
     device.traceback = types.SimpleNamespace(format_stack=list)

@@ -28,7 +28,7 @@ NUM = 21
 
 
 def write_records(folder: Path, demo: Path) -> None:
-    """Write records for each model, and pairs."""
+    """Write records for each model, to train and to evaluate, and pairs."""
     images = sorted((demo / "data" / "images").glob("train_*"), key=lambda image: image.stat().st_size)[:3]
     for of in LENGTH:
         rows, pairs = [], []
@@ -40,6 +40,7 @@ def write_records(folder: Path, demo: Path) -> None:
             rows.append({"messages": [question, answer], **media})
             pairs.append({**rows[-1], "rejected_response": "red square " * (1 + number % 3)})
         write_lines(folder / f"{of}.jsonl", rows)
+        write_lines(folder / f"{of}_val.jsonl", rows[:6])  # three packs, also of two ranks
         write_lines(folder / f"{of}_pairs.jsonl", pairs)
 
 

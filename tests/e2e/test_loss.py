@@ -14,7 +14,7 @@ from packplan.core.batch import pack_degrees
 from packplan.core.errors import MismatchError
 from tests.e2e import rank_main
 from tests.e2e.alone import Gradients, silence, step_alone, token_losses, token_weights
-from tests.e2e.ready import logged_losses
+from tests.e2e.ready import IN_CI, logged_losses
 from tests.nearness import FLOAT32, apart
 from tests.processes import finished
 from tests.records import asked, to_messages, write_lines
@@ -146,7 +146,9 @@ def test_a_step_without_a_supervised_token_changes_nothing(write_run, execute, t
     ("of", "world_size", "accumulation", "balance", "reduction", "weighed", "length"),
     [
         ("qwen2_5_vl", 2, 4, "auto", "token", False, None), ("qwen2", 3, 2, "microbatch", "sqrt", True, None),
-        ("qwen2_5_vl", 2, 2, "auto", "token", False, 250), ("qwen2", 4, 1, "microbatch", "sample", True, 64),
+        ("qwen2_5_vl", 2, 2, "auto", "sample", True, 250),
+        pytest.param("qwen2_5_vl", 2, 2, "auto", "token", False, 250, marks=IN_CI),
+        pytest.param("qwen2", 4, 1, "microbatch", "sample", True, 64, marks=IN_CI),
     ],
 )  # fmt: skip
 def test_a_step_over_several_ranks_is_the_mean_over_all_of_them(  # noqa: PLR0917  # fixtures

@@ -36,7 +36,7 @@ FULL = "--tuner_type full --save_strategy no"
 
 ONE = f"{FULL} --gradient_accumulation_steps 1 --num_train_epochs 1"
 
-EPOCHS = "--val_dataset {data} --eval_strategy epoch"
+EPOCHS = "--val_dataset {val} --eval_strategy epoch"
 
 TWICE = f"--num_train_epochs 2 --save_steps 2 {EPOCHS}"
 
@@ -204,7 +204,8 @@ def ran(demo, server, tmp_path_factory) -> Callable[[str], Ran]:
         loaded = " ".join(["--external_plugins", str(runs / "codes.py"), *(str(runs / name) for name in plugins)])
         given = f"--model {demo / 'models' / of} --model_type {of} --template {'qwen2_5' if of == 'qwen2' else of} "
         given += f"--max_length {LENGTH[of]} --dataset {{data}} --output_dir {runs / name / 'out'} {PLAIN} {packing} "
-        return f"{given} {loaded} {more}".format(runs=runs, data=runs / f"{data}.jsonl").split()
+        files = {"data": runs / f"{data}.jsonl", "val": runs / f"{data}_val.jsonl"}
+        return f"{given} {loaded} {more}".format(runs=runs, **files).split()
 
     def started(folder: str, table: dict, *plugins: str) -> list:
         return [
@@ -274,7 +275,7 @@ def test_packs_and_losses_are_the_plan_s(name, of, ranks, ran, write_run, server
     Every microbatch is the schedule's; losses of steps and evaluations are `packplan sft`'s, also
     where two ranks share each row.
     """
-    run, data = ran(name), str(ran("").folder / f"{of}.jsonl")
+    run, data = ran(name), str(ran("").folder / of)
 
     found = run.plan(LENGTH[of])
     schedule = found.schedule(world_size=ranks, packs_per_step=2, epochs=2, seed=42)
@@ -293,7 +294,7 @@ def test_packs_and_losses_are_the_plan_s(name, of, ranks, ran, write_run, server
     }  # fmt: skip
     path = write_run(
         of, model={"torch_dtype": "float32"}, template={"system": None, "max_length": LENGTH[of]},
-        custom={"train_jsonl": data, "val_jsonl": data}, training=keys,
+        custom={"train_jsonl": f"{data}.jsonl", "val_jsonl": f"{data}_val.jsonl"}, training=keys,
     )  # fmt: skip
     assert [0] * ranks == finished(server.ranks(ranks, plugin_run.ours, str(path), str(tmp_path), folder=tmp_path))
     ours = losses(rank_main.seen(tmp_path, ranks)[0]["history"])
@@ -477,8 +478,8 @@ def test_stored_lengths_are_taken_where_they_fit(name, ran):
     """
     run, other = ran(name), ran(f"{name}-other")
 
-    (built,) = {*re.findall(r"plan +([0-9a-f]{12})", ran(f"{name}-built").said)}
-    assert [built] == re.findall(r"plan +([0-9a-f]{12})", run.said)
+    trained, *_ = re.findall(r"plan +([0-9a-f]{12})", ran(f"{name}-built").said)
+    assert [trained] == re.findall(r"plan +([0-9a-f]{12})", run.said)
     assert "no row is measured" in run.said
     assert not (run.folder / "encoded0").exists()
     assert run.trained() != []
