@@ -445,7 +445,7 @@ def on_rank_by_batch_size(config, out):
     return run_command(command, verbose=False)
 
 
-@pytest.mark.parametrize("world_size", [1, 2, pytest.param(3, marks=IN_CI)])
+@pytest.mark.parametrize("world_size", [2, *(pytest.param(num, marks=IN_CI) for num in (1, 3))])
 def test_each_batch_size_trains_every_sample_once(server, write_rollout, tmp_path, world_size):
     """For 1 to 8 packs of each rank in a step, however many a rank lacks in the last one."""
     turns = ([("user", "say"), ("assistant", "red " * (1 + n))] for n in range(10))

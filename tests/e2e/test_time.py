@@ -9,6 +9,7 @@ import pytest
 
 from packplan.adapters.forecast.calibration import StepClock
 from packplan.app.plan import __main__ as plan
+from tests.e2e.ready import IN_CI
 from tests.made.pictures import showing
 from tests.processes import _packplan, finished
 from tests.records import write_lines
@@ -64,7 +65,9 @@ def test_a_first_step_is_timed_without_the_start_of_its_loaders(workers, first):
     assert ([first, 2.0], 3.0, 4.0) == (clock.step_s, clock.evaluation_s, clock.checkpoint_s)
 
 
-@pytest.mark.parametrize("more", [(), ("training.sequence_parallel_size=auto", "template.max_length=100")])
+@pytest.mark.parametrize("more", [
+    pytest.param((), marks=IN_CI), ("training.sequence_parallel_size=auto", "template.max_length=100"),
+])  # fmt: skip
 def test_two_ranks_measure_together(more, write_run, server, uneven, tmp_path):
     """Rank 0 prints; also where both share the long packs."""
     keys = {"effective_batch_size": 2, "packing_drop_last": False}
