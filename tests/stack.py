@@ -43,18 +43,10 @@ deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
 matched = functools.cache(model_meta.get_matched_model_meta)
 arguments.get_matched_model_meta = model_meta.get_matched_model_meta = matched
 # It reads each value of a model's configuration, for each object of arguments: a tenth of a run.
-read_info = functools.cache(lambda _text, read, *of: read(*of, None))
-
-
-def info_of(folder, model_type, quantization_config, read=model_meta._get_model_info):
-    """Return facts of a model as ms-swift reads them; those of a known configuration as a copy."""
-    config = Path(folder, "config.json")
-    if model_type is None or quantization_config is not None or not config.exists():
-        return read(folder, model_type, quantization_config)
-    return copy.deepcopy(read_info(config.read_bytes(), read, folder, model_type))
-
-
-model_meta._get_model_info = info_of
+info_of = functools.cache(lambda _, *given, read=model_meta._get_model_info: read(*given))
+model_meta._get_model_info = lambda folder, kind, quantization_config: copy.deepcopy(
+    info_of((*map(Path.read_bytes, sorted(Path(folder).glob("*.json"))),), folder, kind, quantization_config)
+)
 # It looks up versions for each model that it opens: another thirtieth.
 importlib.metadata.version = functools.cache(importlib.metadata.version)
 imports._is_package_available = functools.cache(imports._is_package_available)

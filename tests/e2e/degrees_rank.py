@@ -45,7 +45,7 @@ def shard_fully(model):
     """Share the weights of a model over all ranks, by FSDP 2."""
     for layer in model.get_decoder().layers:
         fully_shard(layer)
-    return fully_shard(model), lambda loss, _: loss.backward(), lambda weight: weight.grad.full_tensor()
+    return fully_shard(model), lambda loss, _=True: loss.backward(), lambda weight: weight.grad.full_tensor()
 
 
 def open_engine(model, *, stage):
@@ -54,7 +54,7 @@ def open_engine(model, *, stage):
                 "zero_allow_untested_optimizer": True}  # fmt: skip
     engine, *_ = deepspeed.initialize(model=model, optimizer=torch.optim.SGD(model.parameters()), config=settings)
 
-    def backward(loss, last):
+    def backward(loss, last=True):  # noqa: FBT002  # as those of the other ways
         engine.set_gradient_accumulation_boundary(is_boundary=last)
         engine.backward(loss)
         if not last:
@@ -63,9 +63,9 @@ def open_engine(model, *, stage):
     return engine, backward, safe_get_full_grad
 
 
-SHARDINGS = {
-    "DDP": distribute, "FSDP 2": shard_fully, **{f"ZeRO {stage}": partial(open_engine, stage=stage) for stage in (2, 3)}
-}  # fmt: skip
+SHARDINGS = {"DDP": distribute, "FSDP 2": shard_fully}
+SHARDINGS |= {f"ZeRO {stage}": partial(open_engine, stage=stage) for stage in (1, 2, 3)}
+"""Way in which ranks share a model -> function that gives it, its backward pass, and gradients."""
 
 WAYS = ("FSDP 2", "ZeRO 2", "ZeRO 3") if IS_CI else ("FSDP 2", "ZeRO 3")
 """Ways to share weights or gradients."""

@@ -3,15 +3,12 @@
 import json
 import math
 from collections import Counter
-from functools import cache, partial
+from functools import cache
 from pathlib import Path
 
-import deepspeed
 import pytest
 import torch
 import torch.distributed as dist
-from deepspeed.utils import safe_get_full_grad
-from torch.distributed.fsdp import fully_shard
 from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
 from packplan.adapters.attention import set_attention
@@ -71,31 +68,9 @@ def mean_over_ranks(weight):
     return mean
 
 
-def fully_shard_layers(model):
-    """Share the weights of a model over all ranks, by FSDP 2."""
-    for layer in model.get_decoder().layers:
-        fully_shard(layer)
-    return fully_shard(model), torch.Tensor.backward, lambda weight: weight.grad.full_tensor()
+SHARDINGS = {None: lambda model: (model, torch.Tensor.backward, mean_over_ranks), **degrees_rank.SHARDINGS}
 
-
-def open_engine(model, *, stage):
-    """Return DeepSpeed's engine of a model."""
-    settings = {"train_micro_batch_size_per_gpu": 1, "zero_optimization": {"stage": stage},
-                "zero_allow_untested_optimizer": True}  # fmt: skip
-    optimizer = torch.optim.SGD(model.parameters())
-    engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=settings)
-    return engine, engine.backward, safe_get_full_grad
-
-
-SHARDINGS = {
-    None: lambda model: (model, torch.Tensor.backward, mean_over_ranks),
-    "FSDP 2": fully_shard_layers,
-    **{f"ZeRO {stage}": partial(open_engine, stage=stage) for stage in (1, 2, 3)},
-}
-"""Way in which ranks share a model -> function that gives it, its backward pass, and gradients."""
-
-WAYS = [way for way in SHARDINGS if way and (IS_CI or way in {"FSDP 2", "ZeRO 3"})]
-"""Ways to share weights, too; ZeRO 1 and 2 share parts of what these share."""
+WAYS = [*degrees_rank.WAYS, *["ZeRO 1"] * IS_CI]
 
 
 def in_context(folder, *, dtype="float32", checkpointing=False, give_positions=True, sharding=None):
@@ -247,35 +222,20 @@ SHARED = {
 
 @pytest.mark.slow
 @pytest.mark.parametrize("world_size", WORLD_SIZES)
-def test_ranks_that_share_a_row_get_what_each_sequence_gives_alone(server, demo, tmp_path, world_size):
+@pytest.mark.parametrize(("run", "cases"), [(on_rank, {*SHARED, "copies"}), (degrees_rank.main, {*degrees_rank.CASES})])
+def test_ranks_that_share_rows_get_what_each_sample_gives_alone(server, demo, tmp_path, world_size, run, cases):  # noqa: PLR0917  # fixtures
     """
     The loss of labels, of those that ms-swift keeps, and logits; the gradients over the ranks;
     nothing passes between samples; a call that is no packed row is each rank's own. The same where
-    FSDP 2 or DeepSpeed share weights or gradients.
+    FSDP 2 or DeepSpeed share weights or gradients. In a step of packs of several degrees, a pack
+    counts once, however many ranks share it. So do tokens and samples as the loss weighs them.
     """
-    ranks = server.ranks(world_size, on_rank, str(tmp_path), str(demo / "models"), folder=tmp_path)
+    ranks = server.ranks(world_size, run, str(tmp_path), str(demo / "models"), folder=tmp_path)
     assert [0] * world_size == finished(ranks)
 
     for rank in range(world_size):
         found = json.loads((tmp_path / f"found{rank}.json").read_text())
-        assert found.keys() == {*SHARED, "copies"}
-        assert {} == {case: differ for case, differ in found.items() if not max(differ) < 1}
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("world_size", WORLD_SIZES)
-def test_packs_of_several_degrees_train_as_their_samples_alone(server, demo, tmp_path, world_size):
-    """
-    In one microbatch and one step: a pack counts once, however many ranks share it. So do tokens
-    and samples as the loss weighs them, with adapters, with images beside text, and where ranks
-    share weights or gradients.
-    """
-    ranks = server.ranks(world_size, degrees_rank.main, str(tmp_path), str(demo / "models"), folder=tmp_path)
-    assert [0] * world_size == finished(ranks)
-
-    for rank in range(world_size):
-        found = json.loads((tmp_path / f"found{rank}.json").read_text())
-        assert found.keys() == degrees_rank.CASES.keys()
+        assert found.keys() == cases
         assert {} == {case: differ for case, differ in found.items() if not max(differ) < 1}
 
 
