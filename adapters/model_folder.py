@@ -76,8 +76,8 @@ def find_model(name: str) -> Path:
         return path
     folder = find_cached_model(name) if is_hub_id(name) else None
     if folder is None:
-        remedy = f" or in a local cache: download it with `{download_command(name)}`" if is_hub_id(name) else ""
-        raise ConfigError.for_key("MODEL", f"is {name}, which is not a folder with a config.json{remedy}")
+        how = f" or in a local cache: download it with `{download_command(name)}`" if is_hub_id(name) else ": name one"
+        raise ConfigError.for_key("MODEL", f"is {name}, which is not a folder with a config.json{how}")
     return folder
 
 

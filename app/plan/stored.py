@@ -137,7 +137,7 @@ def open_split(config: RunConfig, name: str, *, world_size: int | None, epoch: i
         planner = EpochPlanner(policy, recipe, samples)
         plan = attrs.evolve(plan, plan=_plan_of_epoch(planner, plan, epoch or 0, lengths.digest, where=where))
     elif epoch:
-        reason = "needs a run in which each epoch has its own plan, but all epochs of this run have the same plan"
+        reason = "needs a run that plans each epoch, but all epochs of this run have the same plan: leave it out"
         raise ConfigError.for_key("--epoch", reason)
     work, estimated = work_of_run(config)
     measured = Split(name, policy, align_options(config, name), work, recipe).measured(
