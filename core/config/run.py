@@ -87,7 +87,7 @@ class ModelConfig:
     selects Packplan's own. All other names are backends of transformers.
     """
 
-    torch_dtype: Literal["float32", "bfloat16", "float16"] | None = key(None, neither=LOADS)
+    torch_dtype: Literal["float32", "float16", "bfloat16"] | None = key(None, neither=LOADS)
     """Data type of the weights. If unset, the weights keep the data type of the model's files."""
 
     experts_impl: Literal["eager", "grouped_mm", "batched_mm"] | None = key(None, neither=LOADS)
