@@ -47,9 +47,9 @@ def chats(count: int, first: int = 0) -> list[dict[str, str]]:
     return [{"query": f"say {n}", "response": "blue circle " * (1 + n % 7)} for n in range(first, first + count)]
 
 
-def logged_losses(history: Sequence[dict[str, float]]) -> list[float]:
-    """Return the loss of each step of a log."""
-    return [entry["loss"] for entry in history if "loss" in entry]
+def logged_losses(history: Sequence[dict[str, float]], *others: str) -> list[float]:
+    """Return the loss of each step of a log, and other values of it."""
+    return [entry[key] for entry in history for key in ("loss", *others) if key in entry]
 
 
 def artefacts_of(run: Path) -> dict[str, bytes]:

@@ -13,6 +13,7 @@ from packplan.app.opening.runs import read_config
 from packplan.app.opening.splits import open_splits
 from packplan.app.planning.plan import Ranks, measure_and_plan
 from tests.e2e import rank_main
+from tests.e2e.ready import logged_losses
 from tests.network import free_port
 from tests.processes import finished
 
@@ -39,17 +40,13 @@ def test_three_ranks_consume_every_aligned_pack_once_an_epoch(start_ranks, write
     assert [every, every] == [sorted(chain.from_iterable(parts)) for parts in orders]
     assert orders[0] != orders[1]
     assert [2 * per_rank] * 3 == [len(r["fetched"]) for r in ranks]
-    assert all(losses(r) == pytest.approx(losses(first)) for r in ranks)
+    losses = [logged_losses(rank["history"], "eval_loss") for rank in ranks]
+    assert [pytest.approx(losses[0])] * 3 == losses
     one = measure_and_plan(
         open_splits(read_config(write_run("qwen3_vl", name="one", **overlay)))["train"], Ranks(OneRank(), timeout_s=0)
     )
     assert any(one.table[pack, 2].sum() == 0 for pack in one.raw.packs), "no pack without images to try"
     assert one.raw_checksum == first["raw"]
-
-
-def losses(result: dict) -> list[float]:
-    """Return all losses, of training and of evaluation."""
-    return [entry[key] for entry in result["history"] for key in ("loss", "eval_loss") if key in entry]
 
 
 def test_sigterm_to_the_processes_of_one_rank_ends_all_ranks_at_the_same_step(start_ranks, write_run, tmp_path):

@@ -25,17 +25,17 @@ from packplan.core.equality import VARLEN, AttentionChoice
 from packplan.core.errors import MismatchError, ModelError
 from tests.e2e import degrees_rank, rank_main
 from tests.e2e.alone import step_alone
-from tests.e2e.ready import IN_CI, IS_CI
+from tests.e2e.ready import IN_CI, IS_CI, logged_losses
 from tests.e2e.unpad_rank import build
 from tests.nearness import FLOAT32, apart
 from tests.processes import finished
 from tests.records import ANSWER, QUESTION, chat, write_lines
 
-ZERO_3 = {
-    **dict.fromkeys(("gradient_clipping", "train_micro_batch_size_per_gpu"), "auto"),
-    "zero_optimization": {"stage": 3},
-}
+ZERO_3 = {"gradient_clipping": "auto", "train_micro_batch_size_per_gpu": "auto", "zero_optimization": {"stage": 3}}
 """Settings of DeepSpeed."""
+
+OTHERS = ("grad_norm", "eval_loss")
+"""Values of the log that are compared beside losses."""
 
 LENGTHS = [13, 1, 30, 8, 2]
 """Ragged, one of a single token, one that two ranks share without padding."""
@@ -318,10 +318,7 @@ def test_a_run_goes_on_on_another_number_of_ranks_to_a_row(write_run, execute, s
     resumed = execute(write_run(name="again", training=keys, **overlay))
     alone = execute(write_run(name="alone", training={**keys, "resume_from_checkpoint": None}, **overlay))
 
-    left, expected, *found = (
-        [entry[key] for entry in history for key in ("loss", "eval_loss", "grad_norm") if key in entry]
-        for history in (resumed.history, alone.history, *histories)
-    )
+    left, expected, *found = (logged_losses(one, *OTHERS) for one in (resumed.history, alone.history, *histories))
     assert max(entry.get("grad_norm", 0) for entry in alone.history) > 1, (
         "above the norm at which gradients are clipped"
     )
@@ -359,10 +356,7 @@ def test_long_packs_take_two_ranks_and_short_ones_a_rank_each(  # noqa: PLR0917 
 
     ranks = rank_main.seen(tmp_path, world_size)
     history = ranks[0]["history"]
-    found, expected = (
-        [entry[key] for entry in told for key in ("loss", "eval_loss", "grad_norm") if key in entry]
-        for told in (history, alone.history)
-    )
+    found, expected = (logged_losses(one, *OTHERS) for one in (history, alone.history))
     assert found == pytest.approx(expected, rel=FLOAT32)
     assert not [key for entry in history for key in entry if "acc" in key], "of some packs alone"
     log = (tmp_path / "rank0.log").read_text()
@@ -401,8 +395,5 @@ def test_a_run_with_shared_packs_goes_on_on_more_ranks(write_run, start_ranks, t
     goes_on = Counter(tuple(pack) for rank in after for pack in rank["samples"])
     assert {1, 2} == {*left.values()}, "the step has packs of both kinds"
     assert {pack: num**2 for pack, num in left.items()} == dict(goes_on)
-    found, expected = (
-        [entry[key] for entry in ranks[0]["history"] for key in ("loss", "grad_norm", "eval_loss") if key in entry]
-        for ranks in (after, before)
-    )
+    found, expected = (logged_losses(ranks[0]["history"], *OTHERS) for ranks in (after, before))
     assert found[-3:] == pytest.approx(expected[-3:], rel=FLOAT32)

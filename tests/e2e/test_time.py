@@ -65,14 +65,13 @@ def test_a_first_step_is_timed_without_the_start_of_its_loaders(workers, first):
     assert ([first, 2.0], 3.0, 4.0) == (clock.step_s, clock.evaluation_s, clock.checkpoint_s)
 
 
-@pytest.mark.parametrize("more", [
-    ("training.sequence_parallel_size=auto", "template.max_length=100"), pytest.param((), marks=IN_CI),
-])  # fmt: skip
-def test_two_ranks_measure_together(more, write_run, server, uneven, tmp_path):
+@pytest.mark.parametrize("shares", [True, pytest.param(False, marks=IN_CI)])
+def test_two_ranks_measure_together(shares, write_run, server, uneven, tmp_path):
     """Rank 0 prints; also where both share the long packs."""
     keys = {"effective_batch_size": 2, "packing_drop_last": False}
     path = write_run("qwen2", training=keys, custom={"train_jsonl": uneven})
-    words = ("plan", "time", str(path), "training.save_strategy=steps", "training.save_steps=2", "--quiet", *more)
+    words = ("plan", "time", str(path), "training.save_strategy=steps", "training.save_steps=2", "--quiet")
+    words += ("training.sequence_parallel_size=auto", "template.max_length=100") * shares
 
     assert [0, 0] == finished(server.ranks(2, _packplan, *words, folder=tmp_path / "measured"))
 

@@ -214,12 +214,16 @@ def test_logits_of_padding_are_left_out_on_request(kind):
         assert (ROWS, POSITIONS) == model.train(is_training)(**one).logits.shape[:2]
 
 
-class Waits(TorchDispatchMode):
-    """Counts operations that wait for a GPU to read numbers of tensors."""
+class Noting:
+    """Keeps what a mode notes."""
 
     def __init__(self):
         super().__init__()
         self.found = []
+
+
+class Waits(Noting, TorchDispatchMode):
+    """Notes operations that wait for a GPU to read numbers of tensors."""
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
         masks = args[1] if function is torch.ops.aten.index.Tensor else ()
@@ -233,12 +237,8 @@ WAITING = {
 }  # fmt: skip
 
 
-class Copies(TorchFunctionMode):
-    """Counts methods that copy a tensor to the host, which a CPU does without an operation."""
-
-    def __init__(self):
-        super().__init__()
-        self.found = []
+class Copies(Noting, TorchFunctionMode):
+    """Notes methods that copy a tensor to the host, which a CPU does without an operation."""
 
     def __torch_function__(self, function, types, args=(), kwargs=None):
         if getattr(function, "__name__", "") in {"tolist", "cpu", "numpy"}:

@@ -30,7 +30,7 @@ from packplan.app.opening.splits import open_encoders, open_splits
 from packplan.app.opening.trainers import use_vision_tower_in_each_batch
 from packplan.core.errors import ConfigError, RecordError
 from tests.e2e import rank_main
-from tests.e2e.ready import IN_CI
+from tests.e2e.ready import IN_CI, logged_losses
 from tests.made.pictures import IMAGES_OF, showing, texts, write_scenes, write_sizes
 from tests.made.vision_models import VISION_FAMILIES, write_vision_model
 from tests.processes import finished
@@ -221,10 +221,8 @@ def test_deepspeed_trains_a_family_the_same(vision_run, execute, folder, tmp_pat
     ranks = rank_main.seen(tmp_path, 2)
     images = [[IMAGES_OF[ranks[0]["raw_packs"][pack][0] % 4] for pack in rank["fetched"]] for rank in ranks]
     assert any((first > 0) != (second > 0) for first, second in zip(*images, strict=True)), "one has no image"
-    for key in ("loss", "eval_loss"):
-        expected = [entry[key] for entry in alone if key in entry]
-        for rank in ranks:
-            assert expected == pytest.approx([entry[key] for entry in rank["history"] if key in entry], rel=1e-5)
+    expected = pytest.approx(logged_losses(alone, "eval_loss"), rel=1e-5)
+    assert [expected] * 2 == [logged_losses(rank["history"], "eval_loss") for rank in ranks]
 
 
 def test_what_cannot_be_counted_is_refused_by_record(vision_run, folder, tmp_path):
