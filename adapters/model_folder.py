@@ -76,8 +76,12 @@ def find_model(name: str) -> Path:
         return path
     folder = find_cached_model(name) if is_hub_id(name) else None
     if folder is None:
-        how = f" or in a local cache: download it with `{download_command(name)}`" if is_hub_id(name) else ": name one"
-        raise ConfigError.for_key("MODEL", f"is {name}, which is not a folder with a config.json{how}")
+        how = "not a folder with a config.json: name one"
+        if is_hub_id(name):
+            how = (
+                f"neither a folder with a config.json nor in a local cache: download it with `{download_command(name)}`"
+            )
+        raise ConfigError.for_key("MODEL", f"is {name}, which is {how}")
     return folder
 
 
@@ -139,7 +143,7 @@ def model_faults(model: ModelConfig, *, loads: bool = False) -> tuple[Fault, ...
 
     Args:
         model: Section `model` of the run.
-        loads: Whether to check the weights too, because the run loads them.
+        loads: Whether the run loads the weights, so that they are checked too.
     """
     try:
         config_content(model)

@@ -143,7 +143,8 @@ def count_tower_runs(model: nn.Module, given: Mapping[str, Any]) -> int:
     """
     Return how often a call runs the vision tower for its images and videos.
 
-    The result is 0 for a model whose tower runs equally often in every call.
+    The result is always 0 after `ensure_tower_runs`, since all calls then run the tower equally
+    often.
 
     Args:
         model: Model that is called.

@@ -192,9 +192,9 @@ class ScheduleSummary:
 
     work_per_step: float
     """
-    Mean total work of a step in the measured epoch, over all ranks. The unit is FLOPs if the
-    model's work is known. If it is unknown, work is the sum of squared sample lengths, or of
-    squared padded lengths without packing.
+    Work of a step, summed over all ranks and averaged over the steps of the measured epoch. The
+    unit is FLOPs if the model's work is known. If it is unknown, work is the sum of squared sample
+    lengths, or of squared padded lengths without packing.
     """
 
     work_imbalance: float

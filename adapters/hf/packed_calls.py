@@ -450,7 +450,8 @@ class Unpadding:
         if _pools_padding(self.model, given, mask):
             now.reads_padding = True
             log_once(
-                "calls that read a score at padding are computed with padding: attention_mask is 0 at the last token"
+                "calls whose score is that of a masked token are computed with padding: attention_mask is 0 at the "
+                "last token that is not pad_token_id"
             )
         if labels is None or labels.shape != tokens.shape or given.get("shift_labels") is not None:
             return None

@@ -187,8 +187,8 @@ class EvalBatches:
             batch_size: Number of packs in a batch.
             rank: This rank, from 0.
             world_size: Number of ranks.
-            degrees: Number of ranks that share each pack; shape (num_packs,). With degrees, a batch
-                is one pack. None if no pack is shared.
+            degrees: Number of ranks that share each pack; shape (num_packs,). Degrees need a
+                *batch_size* of 1. None if no pack is shared.
         """
         self._num_packs, self._size, self.shares = num_packs, batch_size, degrees is not None
         degrees = np.ones(-(-num_packs // batch_size), dtype=np.int64) if degrees is None else degrees

@@ -101,12 +101,12 @@ class _SmallCopies:
     """
 
     build: Callable[[str], Any]
-    """Function that takes the name of an attention of transformers, and builds a copy with it."""
+    """Function that builds a copy with the given attention implementation of transformers."""
 
     native: str
     """
-    Name of the attention of transformers that computes samples alone: sdpa if its logits differ
-    from eager's logits by at most `limit`, else eager.
+    Name of the attention implementation of transformers that computes samples alone: sdpa if its
+    logits differ from eager's logits by at most `limit`, else eager.
     """
 
     limit: float

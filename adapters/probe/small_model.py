@@ -1,4 +1,4 @@
-"""Small copies of a model, with random weights under which every mechanism has an effect."""
+"""Small copies of a model, with random weights that switch off none of its parts."""
 
 import contextlib
 import copy

@@ -200,7 +200,7 @@ def _stop_clock(opened: Template, template: TemplateConfig) -> None:
 
 
 def _set_clock(modules: Sequence[Any], day: datetime | None) -> None:
-    """Replace `datetime` in *modules* by one that always returns *day*; None undoes this."""
+    """Stop the clock of *modules* at *day*: `now`, `today`, `utcnow`. None starts it again."""
     clock = dict.fromkeys(("now", "today", "utcnow"), staticmethod(lambda *_, **__: day))
     for module in modules:
         module.datetime = type("StoppedClock", (datetime,), clock) if day else datetime

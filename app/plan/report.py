@@ -38,7 +38,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "-o", "--output", type=Path, default=Path("report.html"), metavar="FILE", help="page (default: report.html)"
     )
     parser.add_argument("--split", choices=["train", "eval"], help="only this split (default: all splits of the run)")
-    parser.add_argument("--world-size", type=parse_ranks, metavar="N", help="ranks (default: as in plan show)")
+    parser.add_argument(
+        "--world-size",
+        type=parse_ranks,
+        metavar="N",
+        help="number of ranks (default: the largest that a plan was built for)",
+    )
 
 
 def run(options: argparse.Namespace) -> None:

@@ -24,7 +24,7 @@ REMEDIES: Mapping[str, str] = MappingProxyType(
         "dropped_tokens": "to train all packs, set training.packing_drop_last: false",
         "too_long": "raise the packing length (template.max_length) to {longest:,}",
         "degree": "set training.max_sequence_parallel_size to {largest}",
-        "too_short": "to repeat packs instead, set training.dataloader_drop_last: false",
+        "too_short": "to train the remainder, set training.dataloader_drop_last: false",
         "unsupervised": "raise template.max_length if it truncates answers; packplan plan show RUN.yaml "
         "--sample {sample} --text shows which text of a sample is trained",
         "too_many_epochs": "lower training.max_steps or training.num_train_epochs",

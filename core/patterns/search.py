@@ -167,8 +167,11 @@ class _Search:
 
     def improve(self, filling: Filling, enough: int) -> Filling:
         """
-        Gather unused room, then repack the bins that have room, until at most *enough* bins are
-        left or `MAX_REFILLS` ends the search.
+        Return a packing with at most as many bins: move unused room into few bins, then repack the
+        bins with room together with some full bins, again and again.
+
+        The search ends at *enough* bins, after `MAX_REFILLS` rounds, after two rounds in a row that
+        save little, or without effort left.
         """
         full, partial = gather_room(filling, self.tally, capacity=self.capacity, effort=self.effort)
         idle = 0

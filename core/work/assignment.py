@@ -246,8 +246,8 @@ def _level_ranks(steps: IntArray, held: IntArray) -> None:
 
 def _exchange(held: IntArray, active: IntArray, works: IntArray, *, swaps: NDArray[np.int64], number: int) -> IntArray:
     """
-    Exchange packs of each busy rank with packs of an idle rank, by the exchange that evens out
-    their work best. Pairs of ranks that no exchange evens out stay the same. Return the changed
+    Pair each busy rank with a less busy one, and make the exchange of their packs that evens out
+    the two ranks' work best. Pairs that no exchange evens out stay the same. Return the changed
     steps, as indices of *active*.
 
     Args:
