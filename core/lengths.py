@@ -166,7 +166,7 @@ def as_whole_number(name: str, value: int, *, least: int = 1, most: int = 2**63 
         bound = f"at most {most:,}" if whole and value > most else f"at least {least}"
         message = f"{name} is {value!r}, but has to be a whole number of {bound}"
         if whole and value == int(1e30):
-            message += ": int(1e30) is the model_max_length of a tokenizer that sets no limit"
+            message += ": this value is int(1e30), the model_max_length of a tokenizer that sets no limit"
         raise ArgumentError("argument", message)
     return int(value)
 

@@ -518,8 +518,8 @@ def _share_faults(mix: Mix, available: Sequence[int], least: Sequence[int] | Non
     """
     Yield a fault for each source whose share is less than one sample, or more than the source has.
 
-    The mix must have no other faults. *available* has the number of samples or tokens of each
-    source, and *least* the number for the source's shortest sample.
+    The values, the total and the pools of the mix must have no faults. *available* has the number
+    of samples or tokens of each source, and *least* the number for the source's shortest sample.
     """
     unit, least = mix.by.removesuffix("s"), least or [1] * len(available)
     found = zip(mix.sources, available, quotas(mix, available), least, strict=True)

@@ -167,8 +167,10 @@ class _Search:
 
     def improve(self, filling: Filling, enough: int) -> Filling:
         """
-        Return a packing with at most as many bins: move unused room into few bins, then repack the
-        bins with room together with some full bins, again and again.
+        Return a packing with at most as many bins.
+
+        First, unused room moves into few bins. Then each round repacks the bins with room, together
+        with some full bins.
 
         The search ends at *enough* bins, after `MAX_REFILLS` rounds, after two rounds in a row that
         save little, or without effort left.

@@ -44,7 +44,7 @@ REFUSED = {
     ),
     **dict.fromkeys(("omnijev_column_keys", "extra_kwargs", "mm_processor_kwargs", "add_eos"), _NO_TASK),
     **dict.fromkeys(("reasoning_content", "reasoning", "thinking", "thinking_content"), _AS_CONTENT),
-    "functions": "ms-swift reads 'tools': rename it, or remove it",
+    "functions": "ms-swift reads tools from 'tools' alone: rename 'functions', or remove it",
     "loss_scale": "a weight belongs to a message: write it into the answer that it weighs, or remove it",
     "chat_template_kwargs": "a template is set for all records, in the section 'template': remove it",
 }
