@@ -69,6 +69,10 @@ def works_of_workers(sharding):
 
 @example({"mode": "packed", "lengths": [31, 17, 42, 32, 47, 54, 58, 41], "shards": 3, "batch_size": 80,
           "multiple": 1, "budget": 112})  # fmt: skip  # room for no balance of items, but for one of packs
+# The least loaded worker has no room for an item, and stays the least loaded.
+@example(
+    {"mode": "packed", "lengths": [53, 13, 27, 44, 20], "shards": 2, "batch_size": 80, "multiple": 1, "budget": 80}
+)
 @given(batches())
 def test_workers_have_equally_many_microbatches_of_their_global_batch(case):
     """The shortest sequences fill up with weight 0; rows are as wide as what they hold."""
