@@ -106,6 +106,7 @@ def run(options: argparse.Namespace) -> None:
     require_traceable(config)
     require_inputs(config)
     ranks = config.count_ranks(options.world_size) or 1
+    accumulation_of(config, world_size=ranks)
     found = forecast_memory(config, memory=options.memory, ranks=ranks)
     if options.json:
         document = attrs.asdict(found) | {"fits": found.fits, "margin": MARGIN}
@@ -152,7 +153,7 @@ def forecast_memory(config: RunConfig, *, memory: int | None, ranks: int) -> Mem
     opened, length = open_splits(config)["train"], config.packing_length
     with join_ranks(config) as group:
         waits = Ranks(group, timeout_s=config.training.packing_wait_timeout_s)
-        train = measure_and_plan(opened, waits, world_size=ranks)
+        train = measure_and_plan(opened, waits, world_size=ranks, is_forecast=True)
     encoded, ranks_of = _packs_to_trace(train), train.aligned.shared_by
     sizes = {pack: sum(one["length"] for one in samples) for pack, samples in encoded.items()}
     accumulates = accumulation_of(config, world_size=ranks).gradient_accumulation_steps > 1

@@ -101,7 +101,12 @@ class Ranks:
 
 
 def measure_and_plan(
-    split: Split, ranks: Ranks, *, world_size: int | None = None, resumable: frozenset[str] | None = None
+    split: Split,
+    ranks: Ranks,
+    *,
+    world_size: int | None = None,
+    resumable: frozenset[str] | None = None,
+    is_forecast: bool = False,
 ) -> PlannedSplit:
     """
     Return a split with its lengths and plan, after comparing both between all ranks.
@@ -112,6 +117,8 @@ def measure_and_plan(
         world_size: Number of ranks to align for; if None, the number of *ranks*.
         resumable: Names of the plans in the run's checkpoints; a resumed run stores no other plan.
             None, for a run from the beginning, allows any plan.
+        is_forecast: Whether *world_size* is only asked about, so that no aligned plan is stored for
+            it, which `plan show` would take as its default.
 
     Raises:
         PackplanError: Any error of rank 0, raised on every rank.
@@ -122,7 +129,9 @@ def measure_and_plan(
     if not len(source):
         raise no_samples_error()
     world_size = world_size or ranks.group.world_size
-    arrays = dict(ranks.build_on_rank_zero(split.stores.lock, partial(_build_plan, split, world_size, resumable)))
+    arrays = dict(
+        ranks.build_on_rank_zero(split.stores.lock, partial(_build_plan, split, world_size, resumable, is_forecast))
+    )
     table, key = arrays.pop("table"), Fingerprint(json.loads(arrays.pop("key").tobytes()))
     data_digest = source.data_digest(len(source), without=np.flatnonzero(column(table, "bad")).tolist())
     planned = split.measured(table, data_digest).planned(key, plan_from_arrays(arrays), world_size=world_size)
@@ -135,7 +144,7 @@ def measure_and_plan(
 
 
 def _build_plan(
-    split: Split, world_size: int, resumable: frozenset[str] | None, report: ReportProgress
+    split: Split, world_size: int, resumable: frozenset[str] | None, is_forecast: bool, report: ReportProgress
 ) -> dict[str, Any]:
     """Measure, plan and store a split; return its table, raw plan and key as arrays."""
     name, policy, stores = split.name, split.policy, split.stores
@@ -161,7 +170,7 @@ def _build_plan(
     refuse_dropped(raw, lengths, policy)
     if name == "train":
         require_supervised(raw, column(table, "supervised"))
-    if is_kept:
+    if is_kept and not is_forecast:
         stores.plans.save_aligned(key, align_measured(raw, lengths, world_size=world_size, **split.align_options))
     inputs = np.frombuffer(json.dumps(dict(key.inputs)).encode(), dtype=np.uint8)
     return {"table": table, "key": inputs, **plan_to_arrays(raw)}

@@ -143,6 +143,7 @@ def test_the_command_says_the_longest_length_that_fits(write_small, capsys):
     lines = capsys.readouterr().out.splitlines()
     assert bytes_text(longest["peak"]) in next(line for line in lines if "full pack" in line)
     assert any("tokens" in line and "with margin" in line for line in lines)
+    assert not list(path.parent.rglob("plan_ws*.json")), "show would take its number of ranks as the default"
 
 
 def test_a_rank_of_a_shared_pack_holds_its_part(write_small):
@@ -161,8 +162,13 @@ def test_a_rank_of_a_shared_pack_holds_its_part(write_small):
 
 
 @pytest.mark.parametrize(
-    "keys", [{"packing": False}, {"sequence_parallel_size": 2}, {"deepspeed": {"zero_optimization": {"stage": 3}}}]
-)
-def test_a_run_without_packs_of_its_own_is_refused(write_run, keys):
-    """What is forecast is the memory of packs that a rank computes whole, and not under ZeRO."""
+    "keys",
+    [
+        {"packing": False}, {"sequence_parallel_size": 2}, {"deepspeed": {"zero_optimization": {"stage": 3}}},
+        {"effective_batch_size": 3},
+    ],
+)  # fmt: skip
+def test_a_run_without_packs_of_its_own_is_refused(write_run, tmp_path, keys):
+    """Memory is forecast of packs that a rank computes whole, without ZeRO, in even batches; before anything is stored."""
     assert 2 == main(["fit", str(write_run("qwen2", training=keys)), "--world-size", "2"])
+    assert not list(tmp_path.rglob("lengths.json"))
