@@ -216,7 +216,7 @@ class StaleError(_FactError, UserError):
     def for_lengths(cls, where: str, differences: tuple[Difference, ...]) -> StaleError:
         """Return the error about stored lengths that were measured from other inputs."""
         fact = format_lines(f"the lengths in {where} were measured from other inputs", differences)
-        return cls("stale_lengths", fact, {"differences": differences})
+        return cls("stale_lengths", fact, {"differences": differences, "folder": where})
 
     @classmethod
     def for_plan(cls, checkpoint: str, differences: tuple[Difference, ...]) -> StaleError:

@@ -54,6 +54,12 @@ class LengthSource(Protocol):
         The folder is absolute.
         """
 
+    def record_heads(self) -> IntArray:
+        """Return the first eight bytes of each record's digest; int64, shape (num_records,)."""
+
+    def location(self, index: int, /) -> str:
+        """Return the file of record *index*, and its line or row, as text."""
+
     def fingerprint(self) -> Fingerprint:
         """Return all inputs that decide measurements, such as the tokenizer, except the data."""
 

@@ -8,6 +8,9 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+from numpy.typing import NDArray
+
 from packplan.adapters.stores.lengths import DiskLengthStore
 from packplan.adapters.stores.plans import DiskPlanStore
 from packplan.core.align import AlignedPlan
@@ -43,6 +46,12 @@ class ListSource:
 
     def digest_and_folder(self, index: int) -> tuple[str, str]:
         return str(self.lengths[index]), "/media"
+
+    def record_heads(self) -> NDArray[np.int64]:
+        return np.array(self.lengths, np.int64)
+
+    def location(self, index: int) -> str:
+        return f"{self.name}, line {index + 1}"
 
     def fingerprint(self) -> Fingerprint:
         return Fingerprint({"name": self.name, "packing_length": None})

@@ -30,6 +30,7 @@ from packplan.adapters.samples.shortcut import PieceCounter, SplitSample, find_p
 from packplan.adapters.samples.template import length_inputs
 from packplan.core.errors import RecordError, RunError
 from packplan.core.fingerprint import Fingerprint
+from packplan.core.lengths import IntArray
 from packplan.core.ports import BlockExecutor, MeasuredBlock
 from packplan.core.samples.tables import (
     NOTHING,
@@ -131,6 +132,17 @@ class SwiftMeasurer:
     def digest_and_folder(self, index: int) -> tuple[str, str]:
         """Return sample *index*'s digest, and the absolute folder where its media paths start."""
         return self._encoder.records.record_digest(index), absolute_folder(self._encoder.records.media_folder(index))
+
+    def record_heads(self) -> IntArray:
+        """Return the first eight bytes of each record's digest; see `LengthSource`."""
+        records = self._encoder.records
+        records.digest(len(records))  # reads records whose digest is unknown
+        heads: IntArray = records.known_digests(range(len(records))).view("<i8")[:: self._encoder.records_per_sample, 0]
+        return heads
+
+    def location(self, index: int) -> str:
+        """Return the file and the line of sample *index*."""
+        return str(self._encoder.records.location(index * self._encoder.records_per_sample))
 
     def measure_in_full(self, index: int) -> Measurement:
         """

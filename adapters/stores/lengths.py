@@ -2,7 +2,8 @@
 Stores measured lengths in files of fixed-width rows, described by the manifest `lengths.json`.
 
 `lengths.bin` has a row of little-endian int32 for each record, `images.bin` a row of int64 for each
-image and each video. Rows are appended and flushed before the manifest, which has their number and
+image and each video. `record_heads.bin` has the start of each record's digest, so that a changed
+record can be named. Rows are appended and flushed before the manifest, which has their number and
 digest, is written. So all rows that a manifest counts are complete. Resuming removes any rows that
 the manifest does not count. The manifest also has a digest of the measured records. If later
 records are added or changed, the stored rows stay valid.
@@ -220,6 +221,8 @@ class DiskLengthStore:
                 if name in manifest:
                     with collect_damage(found):
                         column.resume(manifest[name])
+            if "record_heads" in manifest:
+                files.read_array(self.folder, manifest["record_heads"])
         return found
 
     def append(self, rows: StoredRows, data_digest: str, *, bad: Sequence[BadRecord] = ()) -> None:
@@ -257,6 +260,26 @@ class DiskLengthStore:
         assert manifest is not None  # noqa: S101  # `append` comes first
         if _origin(manifest).files != tuple(data_files):
             files.write_manifest(self._manifest, {**manifest, "files": [attrs.asdict(one) for one in data_files]})
+
+    def save_record_heads(self, heads: Callable[[], NDArray[np.int64]]) -> None:
+        """
+        Save the starts of the records' digests, if they are not saved yet.
+
+        Args:
+            heads: Function that returns the first eight bytes of each record's digest; shape
+                (num_records,).
+        """
+        manifest = files.read_manifest(self._manifest, SCHEMA)
+        if manifest is not None and "record_heads" not in manifest:
+            entry = files.write_array(self.folder / "record_heads.bin", heads())
+            files.write_manifest(self._manifest, {**manifest, "record_heads": entry})
+
+    def record_heads(self) -> NDArray[np.int64]:
+        """Return what `save_record_heads` saved; empty if nothing is saved, or if it is damaged."""
+        with collect_damage([]):
+            if entry := (files.read_manifest(self._manifest, SCHEMA) or {}).get("record_heads"):
+                return files.read_array(self.folder, entry)
+        return np.zeros(0, np.int64)
 
     def discard(self) -> None:
         """Discard all rows; delete the manifest first, so that no reader uses the other files."""

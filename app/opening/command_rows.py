@@ -109,7 +109,8 @@ def _with_stored_lengths(pipeline: Any, config: RunConfig, split: str, rows: Any
         saved = read_resume_state(Path(arguments.resume_from_checkpoint))
         found = RowFacts.from_rows((one, 0, UNKNOWN) for one in digests).digest
         if saved is not None and saved.data != found:
-            raise StaleError("stale_lengths", f"the checkpoint was trained with other lengths than those in {folder}")
+            fact = f"the checkpoint was trained with other lengths than those in {folder}"
+            raise StaleError("stale_lengths", fact, {"folder": folder})
     if not kept.size:  # ms-swift has none either
         return None
     return add_row_facts(rows.select(kept), column(stored.table, "length")[kept].tolist(), digests, supervised)

@@ -29,6 +29,7 @@ from packplan.app.cli.command import add_config_arguments, parse_number
 from packplan.app.opening.commands import read_run_or_command
 from packplan.app.plan.stored import yield_refusals
 from packplan.app.planning.epochs import EpochPlanner, lengths_of_records, plan_first_epoch
+from packplan.app.planning.measure import describe_changed_records
 from packplan.app.planning.schedule import refuse_stream
 from packplan.app.planning.split import Split
 from packplan.core.config.remedies import MEASURE_AGAIN
@@ -145,7 +146,7 @@ def verify(split: Split, *, num_samples: int = 0, decode: bool = False) -> Itera
     if origin is not None:
         data_digest = partial(source.data_digest, without=[one.index for one in origin.bad])
         differences = origin.differences(source.fingerprint(), len(source), data_digest)
-        yield from _input_faults(str(lengths_kept.folder), origin, differences, source)
+        yield from _input_faults(split, origin, differences)
     yield from (Finding("copies", *fault) for fault in split.encoder.copy_faults())
     # Damaged files are named above, and not compared.
     lengths, plan = _read_or_none(lengths_kept.inspect), _read_or_none(plans_kept.inspect)
@@ -170,15 +171,16 @@ def _read_or_none(read: Callable[[], T | None]) -> T | None:
         return None
 
 
-def _input_faults(
-    where: str, origin: Origin, differences: tuple[Difference, ...], source: LengthSource
-) -> Iterator[Finding]:
+def _input_faults(split: Split, origin: Origin, differences: tuple[Difference, ...]) -> Iterator[Finding]:
     """
     Yield the differences between the run's current inputs and the stored inputs, and each bad
     record that has changed.
     """
+    source, where = split.source, str(split.stores.lengths.folder)
     for change in differences:
-        yield Finding("inputs", change.key, f"measured with {change.stored!r}, now {change.current!r}; {MEASURE_AGAIN}")
+        records = describe_changed_records(split) if _data_differ((change,)) else ""
+        then = f"measured with {change.stored!r}, now {change.current!r}{f': {records}' if records else ''}"
+        yield Finding("inputs", change.key, f"{then}; {MEASURE_AGAIN}")
     total = len(source)
     if origin.num_measured < total and not _data_differ(differences):
         reason = f"{origin.num_measured:,} of {counted(total, 'record')} are measured: packplan plan build continues"

@@ -15,12 +15,13 @@ from contextlib import closing
 from decimal import Decimal
 from functools import partial
 
+import attrs
 import numpy as np
 
 from packplan.adapters.progress import BRIEF_S, progress
 from packplan.app.planning.audit import check_images, check_repeatability, check_repeatability_early, recheck_stored
 from packplan.app.planning.split import KnownTable, Split
-from packplan.core.errors import DataSetError, RecordError, counted, verb_for
+from packplan.core.errors import DataSetError, RecordError, StaleError, counted, verb_for
 from packplan.core.lengths import IntArray
 from packplan.core.ports import LengthSource, ReportProgress, StoredRows
 from packplan.core.samples.tables import (
@@ -111,7 +112,12 @@ def _load_stored(split: Split, bad: BadRecords) -> StoredRows:
     source, store = split.source, split.stores.lengths
     known = store.bad_records()
     data_digest = partial(source.data_digest, without=[one.index for one in known])
-    stored = store.open_for_append(source.fingerprint(), len(source), data_digest)
+    try:
+        stored = store.open_for_append(source.fingerprint(), len(source), data_digest)
+    except StaleError as error:
+        if changed := describe_changed_records(split):
+            raise attrs.evolve(error, fact=f"{error.fact}\n  {changed}") from None
+        raise
     changed = {one.index for one in known if source.digest_and_folder(one.index)[0] != one.sha256}
     count = min(changed, default=len(source))
     bad.restore([one for one in known if one.index < count])
@@ -122,6 +128,20 @@ def _load_stored(split: Split, bad: BadRecords) -> StoredRows:
     store.discard()
     store.append(first, data_digest(count), bad=bad.records)
     return first
+
+
+def describe_changed_records(split: Split) -> str:
+    """
+    Return a clause with the number of records whose digests differ from the stored ones, and the
+    first of them; empty if no digests are stored, or if no record differs.
+    """
+    stored, now = split.stores.lengths.record_heads(), split.source.record_heads()
+    count = min(len(stored), len(now))
+    changed = np.flatnonzero(stored[:count] != now[:count])
+    if not changed.size:
+        return ""
+    number, have = f"{changed.size:,} of {counted(count, 'record')}", verb_for(changed.size, "has", "have")
+    return f"{number} {have} changed, the first is {split.source.location(int(changed[0]))}"
 
 
 def _measure_and_audit(split: Split, stored: StoredRows, bad: BadRecords, report: ReportProgress) -> Table:

@@ -130,7 +130,9 @@ def measure_and_plan(
         raise no_samples_error()
     world_size = world_size or ranks.group.world_size
     arrays = dict(
-        ranks.build_on_rank_zero(split.stores.lock, partial(_build_plan, split, world_size, resumable, is_forecast))
+        ranks.build_on_rank_zero(
+            split.stores.lock, partial(_build_plan, split, world_size, resumable, is_forecast=is_forecast)
+        )
     )
     table, key = arrays.pop("table"), Fingerprint(json.loads(arrays.pop("key").tobytes()))
     data_digest = source.data_digest(len(source), without=np.flatnonzero(column(table, "bad")).tolist())
@@ -144,13 +146,14 @@ def measure_and_plan(
 
 
 def _build_plan(
-    split: Split, world_size: int, resumable: frozenset[str] | None, is_forecast: bool, report: ReportProgress
+    split: Split, world_size: int, resumable: frozenset[str] | None, report: ReportProgress, *, is_forecast: bool
 ) -> dict[str, Any]:
     """Measure, plan and store a split; return its table, raw plan and key as arrays."""
     name, policy, stores = split.name, split.policy, split.stores
     files = split.encoder.data_files()
     table = measure(split, report)
     stores.lengths.save_file_descriptions(files)
+    stores.lengths.save_record_heads(split.source.record_heads)
     lengths = column(table, "length").astype(np.int64)
     refuse_longer(lengths, policy)
 

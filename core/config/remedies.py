@@ -31,8 +31,8 @@ REMEDIES: Mapping[str, str] = MappingProxyType(
         "isolation": "train without packing (training.packing: false)",
         "attention": "let the run choose another attention (model.attn_impl: auto)",
         "probe": "train without packing (training.packing: false)",
-        "stale_lengths": "measure again in another folder (training.output_dir), or delete the folder of these lengths "
-        "(it has no checkpoints)",
+        "stale_lengths": "measure again in another folder (training.output_dir), or delete {folder}, which has no "
+        "checkpoints",
         "borrowed_lengths": "to measure here, remove training.packing_lengths_from",
         "table_lengths": "to measure here, remove custom.lengths; packplan measure --config writes a table that fits",
         "changed_plan": "restore the data and the settings, or start a new run from the checkpoint's weights: load the "

@@ -155,7 +155,7 @@ def test_a_plan_and_its_epochs_come_back_whole_under_its_key_only(tmp_path):
 @pytest.fixture
 def whole(tmp_path):
     """A folder with lengths, a plan, two alignments of it, and epochs that begin with it."""
-    filled(DiskLengthStore(tmp_path), 10, repeatability={"samples": [0, 9]})
+    filled(DiskLengthStore(tmp_path), 10, repeatability={"samples": [0, 9]}).save_record_heads(lambda: np.arange(10))
     plans = DiskPlanStore(tmp_path)
     plans.save(KEY, PLAN)
     for world_size in (3, 2):
@@ -175,7 +175,13 @@ def test_the_disk_holds_small_readable_manifests_and_nothing_else(whole):
     DiskPlanStore(whole).inspect()
     held = {path.stem: json.loads(path.read_text()) for path in whole.glob("*.json")}
     raw, of_two, schedule = (held[name] for name in ("raw_plan", "plan_ws2", "schedule_ws2"))
-    named = {"lengths.bin", "images.bin", "plan_ws3.json", *(entry["file"] for entry in raw["arrays"].values())}
+    named = {
+        "lengths.bin",
+        "images.bin",
+        "record_heads.bin",
+        "plan_ws3.json",
+        *(entry["file"] for entry in raw["arrays"].values()),
+    }
     assert {*named, *(f"{name}.json" for name in held)} == set(content(whole))
     assert ([3, 3, 4], 10) == ([one["steps"] for one in schedule["epochs"]], schedule["total_steps"])
     assert (10, plan_checksum(PLAN.packs)) == (held["lengths"]["samples"]["rows"], raw["checksum"])
@@ -223,7 +229,7 @@ def test_any_damage_of_any_artefact_is_found(whole):
         for number, version in enumerate(damaged_versions(path, before)):
             path.write_bytes(version)
             assert path.name in damage(whole), f"{path.name}, version {number}"
-            if not path.name.startswith(("plan_ws", "schedule_ws")):
+            if not path.name.startswith(("plan_ws", "schedule_ws", "record_heads")):
                 with pytest.raises(CorruptArtefactError):
                     DiskLengthStore(whole).open_for_append(KEY, 10, DATA)
                     DiskPlanStore(whole).load(KEY)

@@ -169,6 +169,6 @@ def test_a_rank_of_a_shared_pack_holds_its_part(write_small):
     ],
 )  # fmt: skip
 def test_a_run_without_packs_of_its_own_is_refused(write_run, tmp_path, keys):
-    """Memory is forecast of packs that a rank computes whole, without ZeRO, in even batches; before anything is stored."""
+    """Nor ZeRO, nor uneven batches: refused before anything is stored."""
     assert 2 == main(["fit", str(write_run("qwen2", training=keys)), "--world-size", "2"])
     assert not list(tmp_path.rglob("lengths.json"))
