@@ -115,8 +115,8 @@ def _load_stored(split: Split, bad: BadRecords) -> StoredRows:
     try:
         stored = store.open_for_append(source.fingerprint(), len(source), data_digest)
     except StaleError as error:
-        if changed := describe_changed_records(split):
-            raise attrs.evolve(error, fact=f"{error.fact}\n  {changed}") from None
+        if records := describe_changed_records(split):
+            raise attrs.evolve(error, fact=f"{error.fact}\n  {records}") from None
         raise
     changed = {one.index for one in known if source.digest_and_folder(one.index)[0] != one.sha256}
     count = min(changed, default=len(source))
@@ -132,8 +132,8 @@ def _load_stored(split: Split, bad: BadRecords) -> StoredRows:
 
 def describe_changed_records(split: Split) -> str:
     """
-    Return a clause with the number of records whose digests differ from the stored ones, and the
-    first of them; empty if no digests are stored, or if no record differs.
+    Return a clause with the number of records that have changed, and the first of them. It is
+    empty if no digests are stored, or if no record has changed.
     """
     stored, now = split.stores.lengths.record_heads(), split.source.record_heads()
     count = min(len(stored), len(now))
