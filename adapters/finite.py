@@ -1,4 +1,6 @@
-"""Mixin that ends training at the first loss or gradient norm that is not finite."""
+"""
+Mixin that ends training at the first loss, gradient norm or evaluation loss that is not finite.
+"""
 
 import math
 from typing import Any
@@ -16,15 +18,17 @@ def not_finite_error(what: str, number: float) -> RunError:
 
 class StopsAtNonFinite:
     """
-    Mixin for ms-swift's trainers that checks loss and gradient norm in each optimizer step.
+    Mixin that checks loss and gradient norm in each optimizer step, and each evaluation loss.
 
-    With fp16, only the loss is checked.
+    With fp16, the gradient norm is not checked.
 
-    ms-swift skips updates with NaN and logs another loss, so later losses would not show the fault.
+    ms-swift skips updates with NaN, and transformers logs another loss in place of NaN, so later
+    losses would not show the fault.
     """
 
     accelerator: Any
     args: Any
+    eval_dataset: Any
     state: Any
 
     _step_loss: torch.Tensor | float = 0.0
@@ -38,6 +42,7 @@ class StopsAtNonFinite:
     def _get_grad_norm(self, model: Any, grad_norm: Any = None) -> Any:
         norm = super()._get_grad_norm(model, grad_norm=grad_norm)  # type: ignore[misc]  # of the trainer's class
         # ms-swift has already waited for the device, since it skips the update if the norm is NaN.
+        # So has transformers, since it replaces a loss of NaN in its log.
         loss, self._step_loss = float(self._step_loss), 0.0
         # Overflowing gradients are normal under fp16's loss scaler, which skips the step and lowers
         # the scale. The loss is read before scaling.
@@ -50,6 +55,14 @@ class StopsAtNonFinite:
             if not math.isfinite(number):
                 raise not_finite_error(what, number)
         return norm
+
+    def _evaluate(self, *arguments: Any, **options: Any) -> dict[str, float]:
+        metrics: dict[str, float] = super()._evaluate(*arguments, **options)  # type: ignore[misc]
+        sets = self.eval_dataset if isinstance(self.eval_dataset, dict) else {}
+        for name in ("eval_loss", *(f"eval_{one}_loss" for one in sets)):
+            if not math.isfinite(loss := metrics.get(name, 0.0)):
+                raise not_finite_error(name, loss)
+        return metrics
 
     def sum_over_ranks(self, numbers: torch.Tensor) -> torch.Tensor:
         """Return the sum of a tensor over all ranks."""

@@ -27,6 +27,25 @@ _DIGEST_KEY = "packplan_sha256"
 """Key of the digest in the state's `stateful_callbacks`."""
 
 
+def name_older(checkpoint: Path) -> str:
+    """
+    Return words that name the newest older checkpoint in the same folder; "" if there is none.
+
+    Args:
+        checkpoint: Folder of a checkpoint that cannot be resumed from.
+    """
+    folders = [checkpoint, *(path.parent for path in checkpoint.parent.glob(f"checkpoint-*/{STATE}"))]
+    steps = {folder: int(re.sub(r".*\D", "", folder.name) or 0) for folder in folders}
+    older = [folder for folder in folders if steps[folder] < steps[checkpoint]]
+    return f", such as {max(older, key=steps.__getitem__)}" if older else ""
+
+
+def lacks_optimizer(checkpoint: Path) -> bool:
+    """Return whether a checkpoint has no state of the optimizer, or none of the learning rate."""
+    whole = (checkpoint / "scheduler.pt").is_file() and any(checkpoint.glob("*optimizer*"))
+    return not (whole or any(checkpoint.glob("global_step*")))
+
+
 def add_digest_on_save(state: Any) -> None:
     """Change the `TrainerState` *state* so that its saved file always has a digest."""
     if getattr(type(state), "save_to_json", None) is not _save_with_digest:
@@ -55,11 +74,11 @@ def read_trainer_state(folder: Path) -> dict[str, Any]:
         digest = state["stateful_callbacks"].pop(_DIGEST_KEY, None)
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         reason = f"it is not the state of a trainer ({error!r:.100}), or its writing was interrupted"
-        raise CorruptArtefactError(str(path), reason, DAMAGED_STATE_REMEDY) from error
+        raise CorruptArtefactError(str(path), reason, DAMAGED_STATE_REMEDY + name_older(folder)) from error
     ours = digest is not None or any("packplan" in name.lower() for name in state["stateful_callbacks"])
     if ours and digest != json_digest(state):
         reason = "differs from the saved one" if digest else "is missing: the file was edited"
-        raise CorruptArtefactError(str(path), f"its digest {reason}", DAMAGED_STATE_REMEDY)
+        raise CorruptArtefactError(str(path), f"its digest {reason}", DAMAGED_STATE_REMEDY + name_older(folder))
     return state
 
 

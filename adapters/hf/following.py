@@ -12,7 +12,9 @@ method. This is the override of TRL or ms-swift if there is one, else the method
 `adapters/trainer/trainer.py` lists the methods that a step of `packplan sft` calls.
 """
 
+import dataclasses
 import logging
+import signal
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from itertools import islice
@@ -30,6 +32,7 @@ from transformers.trainer_utils import get_last_checkpoint
 from packplan.adapters.attention import NAME, using_native_attention
 from packplan.adapters.attention.packed_row import RealTokens, read_row
 from packplan.adapters.attention.shared_rows import RowGroups, count_tokens, sharing_by
+from packplan.adapters.finite import StopsAtNonFinite
 from packplan.adapters.hf.first_pack import require_pack_as_alone
 from packplan.adapters.hf.saving import KeepsCheckpoints, find_damage
 from packplan.adapters.hf.telemetry import LogsPacks, text_pack_stats
@@ -38,9 +41,9 @@ from packplan.adapters.loaders.packs import NORMALISER, PACK, PackLoader, refuse
 from packplan.adapters.loaders.rows import count_supervised
 from packplan.adapters.model_folder import model_file_facts
 from packplan.adapters.models import replace_attributes
-from packplan.adapters.trainer_state import find_other_parts
+from packplan.adapters.trainer_state import COPY_AGAIN, find_other_parts, name_older
 from packplan.core.batch import IGNORED_LABEL, pack_degrees
-from packplan.core.config.identity import FIXED_ARGUMENTS, flat_values
+from packplan.core.config.identity import FIXED_ARGUMENTS, flat_values, is_changeable
 from packplan.core.equality import NATIVE
 from packplan.core.errors import ArgumentError, MismatchError, fit_lines
 from packplan.core.fingerprint import Fingerprint, RunIdentity
@@ -350,7 +353,7 @@ class ComputesPacks:
         return float(inputs[NORMALISER]) if NORMALISER in inputs else count_supervised(inputs["labels"])
 
 
-class ServesPacks(KeepsCheckpoints, ComputesPacks, LogsPacks, FollowsSchedule):
+class ServesPacks(KeepsCheckpoints, StopsAtNonFinite, ComputesPacks, LogsPacks, FollowsSchedule):
     """Mixin that makes a trainer of another library load and evaluate packs."""
 
     model: Any
@@ -429,6 +432,8 @@ class ServesPacks(KeepsCheckpoints, ComputesPacks, LogsPacks, FollowsSchedule):
             ArgumentError: The checkpoint has no progress of a plan, one of its files has changed,
                 or this run cannot load its optimizer.
             CorruptArtefactError: The trainer's state in the checkpoint is damaged.
+            SystemExit: SIGTERM ended training before its last step, on all ranks, after a
+                checkpoint was saved. The exit status is 143.
         """
         last = get_last_checkpoint(self.args.output_dir) if resume_from_checkpoint is True else resume_from_checkpoint
         if last:
@@ -437,7 +442,10 @@ class ServesPacks(KeepsCheckpoints, ComputesPacks, LogsPacks, FollowsSchedule):
         result = super().train(resume_from_checkpoint, *args, **options)  # type: ignore[misc]
         if self.was_terminated:
             text = "SIGTERM: saved a checkpoint at step {:,} of {:,}; resume_from_checkpoint {} continues from there"
+            text += ". Training ends here with exit status 143 (SystemExit)"
             self.show(text.format(self.state.global_step, self.schedule.total_steps, self.last_save))
+            self.wait_for_all()  # the first rank is the last one to write
+            raise SystemExit(128 + signal.SIGTERM)
         return result
 
     def _verify(self, folder: Path) -> None:
@@ -448,19 +456,28 @@ class ServesPacks(KeepsCheckpoints, ComputesPacks, LogsPacks, FollowsSchedule):
         fact = find_other_parts(folder, stage=stage, num_ranks=args.world_size)
         fact = fact or find_damage(folder, share=args.process_index, num_shares=args.world_size)
         if fact := next(filter(None, gather_object([fact])), None):
-            raise ArgumentError("host", f"{folder} cannot be resumed from: {fact}")
+            older = name_older(folder) if fact.endswith(COPY_AGAIN) else ""
+            raise ArgumentError("host", f"{folder} cannot be resumed from: {fact}{older}")
 
     def set_initial_training_values(self, *args: Any) -> Any:
         """Return the training counts of the schedule, and print where a resumed run continues."""
         if self.schedule.start.step:
             self.show(f"training continues {describe_resume(self.schedule)}")
+        for one in self.pack_batches.changes:
+            self.show(f"a setting has changed since {self.last_save}, and this run's value is used: {one}")
         return super().set_initial_training_values(*args)
 
     def _identity(self) -> RunIdentity:
-        """Return the settings and the digests of model files that a resumed run may not change."""
+        """
+        Return the settings and digests of model files that a resumed run may not change, and the
+        settings that it may change.
+        """
         settings = {name: getattr(self.args, name) for name in self.fixed_arguments if hasattr(self.args, name)}
         reference = {"ref_model": _model_facts(getattr(self, "ref_model", None))}
-        return RunIdentity(Fingerprint(flat_values({**settings, **reference}) | _model_facts(self.model)))
+        fixed = Fingerprint(flat_values({**settings, **reference}) | _model_facts(self.model))
+        names = (one.name for one in dataclasses.fields(self.args) if is_changeable(one.name))
+        others = {name: getattr(self.args, name) for name in names if name not in settings}
+        return RunIdentity(fixed, Fingerprint(flat_values(others)))
 
     def get_batch_samples(self, *args: Any) -> Any:
         """

@@ -25,8 +25,7 @@ from packplan.adapters.files import hash_file, wrap_save_errors
 from packplan.adapters.finite import not_finite_error
 from packplan.adapters.models import is_ruined, root_mean_square
 from packplan.adapters.progress import BRIEF_S, progress
-from packplan.adapters.trainer_state import COPY_AGAIN, STATE, add_digest_on_save, read_trainer_state
-from packplan.core.errors import counted
+from packplan.adapters.trainer_state import COPY_AGAIN, STATE, add_digest_on_save, lacks_optimizer, read_trainer_state
 
 log = logging.getLogger(__name__)
 
@@ -38,6 +37,12 @@ the number of digest files, and the SHA-256 of each file in its rank's share of 
 
 _MARK = "packplan_digests"
 """Key in a trainer's state, which is present if the checkpoint was saved with digests."""
+
+_RESTARTS = (
+    "%s has no state of the optimizer (save_only_model), so the optimizer and the learning-rate schedule start again, "
+    "and losses will differ from those of a run that was not interrupted"
+)
+"""Warning about a checkpoint that holds only weights."""
 
 
 class SaveOnSigterm(TrainerCallback):
@@ -222,7 +227,8 @@ def find_damage(folder: Path, *, share: int, num_shares: int, remedy: str = COPY
     Verify a share of a checkpoint's files; return a clause that describes damage, or None.
 
     Args:
-        folder: Folder of the checkpoint. A warning is logged if it was saved without digests.
+        folder: Folder of the checkpoint. A warning is logged if it was saved without digests, and
+            another one if it has no state of the optimizer.
         share: Index of this rank's share, from 0.
         num_shares: Number of ranks that verify the checkpoint.
         remedy: Advice that is added to the clause.
@@ -235,12 +241,15 @@ def find_damage(folder: Path, *, share: int, num_shares: int, remedy: str = COPY
         state = read_trainer_state(folder)
         if not (has_digests(folder) or _MARK in state["stateful_callbacks"]):
             log.warning("%s has no digests, so damaged files in it would not be found", folder)
+            if lacks_optimizer(folder):
+                log.warning(_RESTARTS, folder)
             return None
         shares = [json.loads(file.read_text(encoding="utf-8")) for file in folder.glob(_DIGESTS)]
         for one in shares:
             stored |= one["digests"]
         if not shares or len(shares) != shares[0]["files"]:
-            return f"it has {counted(len(shares), 'file')} of digests, and others are missing: {remedy}"
+            count = f" ({len(shares)} of {shares[0]['files']} found)" if shares else ""
+            return f"its files of digests, {_DIGESTS}, are missing{count}: {remedy}"
         found = _hash_files(folder, stored, share=share, num_shares=num_shares)
     except FileNotFoundError as error:
         return f"its {Path(error.filename).name} is missing: {remedy}"

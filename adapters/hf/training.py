@@ -126,13 +126,14 @@ def use_plan(
         trainer.compute_loss_func = token_mean
     for line in changed_meanings(args, plan, schedule):
         log.warning("%s", line)
-    trainer._train_batch_size = args.per_device_train_batch_size = 1  # noqa: SLF001  # has no public name
-    args.gradient_accumulation_steps = schedule.gradient_accumulation_steps
     insert_base_class(trainer, _PlannedTraining)
     if pairs:
         insert_base_class(trainer, TrainsPairs)
     served: dict[str, Any] = {"packs": packs, "eval_packs": eval_packs, "collator": collator}
     trainer.serve(schedule, plan, "", **served, eval_degrees=eval_degrees, check=check)
+    # Only now, since checkpoints store the values that the user has set.
+    trainer._train_batch_size = args.per_device_train_batch_size = 1  # noqa: SLF001  # has no public name
+    args.gradient_accumulation_steps = schedule.gradient_accumulation_steps
     return schedule
 
 

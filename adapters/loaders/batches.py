@@ -12,9 +12,9 @@ from typing import Any
 import attrs
 import numpy as np
 
-from packplan.adapters.trainer_state import read_trainer_state, require_same_step
+from packplan.adapters.trainer_state import COPY_AGAIN, STATE, name_older, read_trainer_state, require_same_step
 from packplan.core.align import aligned_positions, lay_out_slots
-from packplan.core.errors import ArgumentError, CorruptArtefactError, StaleError, counted
+from packplan.core.errors import ArgumentError, CorruptArtefactError, Difference, StaleError, counted
 from packplan.core.fingerprint import NO_IDENTITY, RunIdentity, from_plain, seal, to_plain, unseal
 from packplan.core.lengths import IntArray
 from packplan.core.schedule import DAMAGED_STATE_REMEDY, EpochSchedule, ResumeState
@@ -38,6 +38,9 @@ class PackBatches:
     that stopped early, `set_epoch` or `load_state_dict` has to be called before the next iteration.
     `state_dict` returns the progress at any batch. `load_state_dict` continues from a state that
     `state_dict` returned, also on another number of ranks.
+
+    Attributes:
+        changes: Changeable settings of the run that differ from those of the loaded state.
     """
 
     def __init__(
@@ -79,6 +82,7 @@ class PackBatches:
             )
             raise ArgumentError("ranks", fact, {"planned": schedule.world_size, "world_size": world_size, "rank": rank})
         self.rank = rank
+        self.changes: tuple[Difference, ...] = ()
         self.state = state or ResumeState.from_schedule(schedule, plan=plan, data=data, identity=identity)
         self.reschedule(schedule)
 
@@ -159,6 +163,8 @@ class PackBatches:
         resumed = attrs.evolve(self._given, start=then.progress)
         if (fault := resumed.start_fault()) is not None:
             raise CorruptArtefactError(_SAVED, fault, DAMAGED_STATE_REMEDY)
+        before, now = then.identity.changeable, self.state.identity.changeable
+        self.changes = before.differences(now) if before.inputs else ()  # earlier releases stored none
         self.schedule = resumed
         self.set_epoch(resumed.start.epoch)
 
@@ -226,7 +232,7 @@ def read_saved_progress(folder: Path) -> Mapping[str, Any]:
     Return the progress that a trainer's checkpoint stores, for `PackBatches.load_state_dict`.
 
     Raises:
-        ArgumentError: The checkpoint was not trained from a plan.
+        ArgumentError: There is no such checkpoint, or it was not trained from a plan.
         CorruptArtefactError: The trainer's state in the checkpoint is damaged.
     """
     try:
@@ -234,7 +240,11 @@ def read_saved_progress(folder: Path) -> Mapping[str, Any]:
         step = (progress := find_progress(state) or {})["progress"]["step"]
     except (OSError, KeyError, TypeError) as error:
         fact = "has no progress of a plan, so training cannot resume from it: leave out resume_from_checkpoint"
-        fact = fact if folder.is_dir() else "does not exist: name the folder of a checkpoint"
+        if folder.is_dir() and not (folder / STATE).is_file():
+            fact = f"has no {STATE}, which is written last into a checkpoint: {COPY_AGAIN}{name_older(folder)}"
+        elif not folder.is_dir():
+            fact = f"{'is a file' if folder.exists() else 'does not exist'}: name the folder of a checkpoint"
+            fact += ", or pass True for the last one (only packplan sft and rl take last)" * (folder.name == "last")
         raise ArgumentError("host", f"{folder} {fact}", {"folder": str(folder)}) from error
     require_same_step(folder, state, step)
     return progress

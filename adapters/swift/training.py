@@ -8,7 +8,6 @@ from swift.trainers import Seq2SeqTrainer
 
 from packplan.adapters.attention import NAME
 from packplan.adapters.attention.packed_row import prepend_text_positions
-from packplan.adapters.finite import StopsAtNonFinite
 from packplan.adapters.hf.following import ServesPacks, insert_base_class, require_same_rows, share_packs
 from packplan.adapters.hf.packed_calls import Unpadding
 from packplan.adapters.hf.refusals import refuse_plan_conflicts
@@ -127,7 +126,7 @@ def _eval_packs(trainer: Any) -> PlannedPacks | None:
     return packs if isinstance(trainer, Seq2SeqTrainer) and isinstance(packs, PlannedPacks) else None
 
 
-class _PlannedSwiftTraining(StopsAtNonFinite, ServesPacks):
+class _PlannedSwiftTraining(ServesPacks):
     """Mixin that makes a trainer of ms-swift load and train planned packs."""
 
     fixed_arguments = PREFERENCE_ARGUMENTS

@@ -88,6 +88,16 @@ are compared elsewhere.
 """
 
 
+def is_changeable(name: str) -> bool:
+    """
+    Return whether a trainer's argument that is not fixed enters the identity of a run.
+
+    The arguments of output, paths and machines do not.
+    """
+    key = f"training.{name}"
+    return not (name.startswith("_") or UNCOMPARED.fullmatch(name) or key in PATH_KEYS or key in PER_RANK)
+
+
 def plan_policy(config: RunConfig, split: str, *, work: WorkModel | None = None) -> PlanPolicy:
     """
     Return the plan policy of a split. The policy of the evaluation never drops packs.

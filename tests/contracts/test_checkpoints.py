@@ -95,7 +95,9 @@ def test_a_checkpoint_without_digests_is_warned_of(tmp_path: Path, caplog):
 
     save(tmp_path, PLANNED, packplan_digests={})
     (tmp_path / "packplan_digests_0.json").unlink()
-    assert "it has 0 files of digests, and others are missing" in find_damage(tmp_path, share=0, num_shares=1)
+    assert "its files of digests, packplan_digests_*.json, are missing: copy" in find_damage(
+        tmp_path, share=0, num_shares=1
+    )
 
 
 @dataclasses.dataclass

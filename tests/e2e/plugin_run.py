@@ -7,6 +7,7 @@ import shutil
 import signal
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from zipfile import ZipFile, is_zipfile
 
@@ -74,7 +75,7 @@ def main(commands: list[tuple[str, str, list[str]]], folder: str) -> None:
                 trained = tasks[task](words)
                 outcome, found = "history", trained and trained["log_history"]
             except SystemExit as error:  # of the plugin, which shows no traceback
-                cause: Any = error.__cause__
+                cause: Any = error.__cause__ or SimpleNamespace(kind=error.code)  # by SIGTERM
                 keys = [fault.path for fault in getattr(cause, "faults", ())] or [cause.kind]
                 outcome, found = "error", [type(cause).__name__, *keys]
                 print(error)

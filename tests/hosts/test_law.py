@@ -300,7 +300,8 @@ def train_with(trainer, resume=None, **methods):
     for name, method in methods.items():
         setattr(callback, name, lambda *_, method=method, **__: method(trainer))
     trainer.add_callback(callback)
-    trainer.train(resume_from_checkpoint=resume)
+    with pytest.raises(SystemExit, match="143") if kill_in_third_step in methods.values() else nullcontext():
+        trainer.train(resume_from_checkpoint=resume)
     return [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
 
 
@@ -367,15 +368,36 @@ def test_a_process_that_a_callback_forks_ends_by_sigterm(tmp_path):
     assert ([-signal.SIGTERM], False) == (ended, trainer.was_terminated)
 
 
-def test_weights_alone_of_a_resumed_run_have_no_digests_to_miss(tmp_path):
-    """Training goes on from them, as the trainer allows it."""
+def test_weights_alone_of_a_resumed_run_have_no_digests_to_miss(tmp_path, caplog):
+    """Training goes on from them, as the trainer allows it, and says what starts again."""
     train_with(fresh_trainer(tmp_path, max_steps=2))
     train_with(fresh_trainer(tmp_path, save_only_model=True), resume=str(tmp_path / "checkpoint-2"))
 
-    trainer = fresh_trainer(tmp_path, max_steps=5)
+    trainer, restarts = fresh_trainer(tmp_path, max_steps=5), "the optimizer and the learning-rate schedule start again"
+    assert restarts not in caplog.text
     trainer.train(resume_from_checkpoint=str(tmp_path / "checkpoint-4"))
 
     assert 5 == trainer.state.global_step
+    assert restarts in caplog.text
+
+
+def test_a_changed_setting_of_a_resumed_run_is_told_with_both_values(tmp_path, capsys):
+    """By the names that the script gives; a setting that is the same is not."""
+    train_with(fresh_trainer(tmp_path, max_steps=2, gradient_accumulation_steps=1))
+    train_with(fresh_trainer(tmp_path, gradient_accumulation_steps=1), resume=str(tmp_path / "checkpoint-2"))
+    given = {"per_device_train_batch_size": 2, "max_grad_norm": 0.5, "max_steps": 5, "gradient_accumulation_steps": 1}
+    train_with(fresh_trainer(tmp_path, **given), resume=str(tmp_path / "checkpoint-4"))
+
+    told = re.findall(
+        r"changed since \S+(\d), and this run's value is used: (\S+ was \S+, now \S+)",
+        " ".join(capsys.readouterr().out.split()),
+    )
+    assert [
+        ("2", "max_steps was '2', now '4'"),
+        ("4", "max_grad_norm was '0.0', now '0.5'"),
+        ("4", "max_steps was '4', now '5'"),
+        ("4", "per_device_train_batch_size was '1', now '2'"),
+    ] == told
 
 
 @pytest.mark.parametrize("when", ["before", "in training"])
@@ -419,6 +441,37 @@ def test_a_changed_byte_of_any_file_is_found_before_a_resume_loads_it(tmp_path, 
     assert [] == loaded
     trainer.train(resume_from_checkpoint=True)
     assert [True] == loaded
+
+
+@pytest.mark.parametrize("host", ["transformers", "trl"])
+@pytest.mark.parametrize("says", [r"the (loss|gradient norm) of optimizer step 2", "eval_loss"])
+def test_a_loss_that_is_not_finite_ends_the_run(host, says, tmp_path):
+    """At once, also a gradient norm, and an evaluation that has no plan; nothing is saved."""
+    evaluates = {"eval_strategy": "steps" if says == "eval_loss" else "no", "eval_steps": 1}
+    evaluates["eval_plan"] = PLAN if host == "transformers" else None
+
+    with pytest.raises(RunError, match=rf"{says} is (nan|inf), so the run ended"):
+        train_with(fresh_trainer(tmp_path, host=host, learning_rate=1e30, warmup_steps=0, **evaluates))
+
+    assert not [*tmp_path.glob("checkpoint-*")]
+
+
+def test_what_is_no_checkpoint_is_refused_by_what_it_lacks(tmp_path):
+    """And by the name of an older one, if there is one."""
+    train_with(fresh_trainer(tmp_path))
+    (tmp_path / "file").touch()
+    (tmp_path / "checkpoint-4" / "optimizer.pt").unlink()
+    (tmp_path / "checkpoint-5").mkdir()
+    older = "copy it again, or name another checkpoint, such as {}/checkpoint-{}"
+    for name, fact in {
+        "checkpoint-4": f"its optimizer.pt is missing: {older.format(tmp_path, 2)}",
+        "checkpoint-5": f"has no trainer_state.json, which is written last into a checkpoint: "
+        f"{older.format(tmp_path, 4)}",
+        "file": "is a file: name the folder",
+        "last": "or pass True for the last one (only packplan sft and rl take last)",
+    }.items():
+        with pytest.raises(ArgumentError, match=re.escape(fact)):
+            fresh_trainer(tmp_path).train(resume_from_checkpoint=str(tmp_path / name))
 
 
 def test_weights_that_are_nan_are_not_saved(tmp_path):
