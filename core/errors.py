@@ -36,7 +36,7 @@ import attrs
 SHARED_BY = "number of ranks that share the longest pack"
 """Key of the `Difference` in the degree of the longest pack."""
 
-_DIGESTS: Mapping[str, str] = MappingProxyType({"plan": "checksum of the packs", "data": "digest of the data"})
+_DIGESTS = {"plan": "checksum of the packs", "data": "digest of the data", "lengths": "digest of the lengths"}
 """
 Name of a digest -> its name in a message. A digest is reported only if no other value differs.
 """
@@ -221,11 +221,10 @@ class StaleError(_FactError, UserError):
     @classmethod
     def for_plan(cls, checkpoint: str, differences: tuple[Difference, ...]) -> StaleError:
         """Return the error about a checkpoint that was trained with another plan."""
-        head = f"this run cannot resume from {checkpoint}, since these have changed"
-        keys = {difference.key for difference in differences}
+        keys, facts = {one.key for one in differences}, {"differences": differences}
         causes = [one for one in differences if one.key not in _DIGESTS]
         shown = causes or [attrs.evolve(one, key=_DIGESTS[one.key]) for one in differences]
-        fact, facts = format_lines(head, shown), {"differences": differences}
+        fact = format_lines(f"this run cannot resume from {checkpoint}, since these have changed", shown)
         if keys == {SHARED_BY}:
             return cls("fewer_ranks", fact, facts)
         reordered = "order_version" in keys
@@ -343,8 +342,14 @@ class Difference:
     current: object
 
     def __str__(self) -> str:
-        stored, current = ("unset" if one is None else repr(one) for one in (self.stored, self.current))
-        return f"{self.key} was {stored}, now {current}"
+        change = f"was {_value_text(self.stored)}, now {_value_text(self.current)}"
+        return "its first bytes have changed" if self.key == "head" else f"{self.key} {change}"
+
+
+def _value_text(value: object) -> str:
+    """Return a value of a `Difference` as text; of a SHA-256, its first 12 digits."""
+    text = "unset" if value is None else repr(value)
+    return f"{text[:13]}'" if len(text) == 66 and not text[1:-1].strip("0123456789abcdef") else text
 
 
 @attrs.frozen
@@ -380,9 +385,8 @@ def _differing_part(value: str | None, same: int) -> str:
 
 def _ranks_in_words(ranks: list[int]) -> str:
     """Return ranks as text: the numbers of the first few, and how many more there are."""
-    named = ", ".join(map(str, ranks[:_MOST]))
     others = f" and {len(ranks) - _MOST:,} more" if len(ranks) > _MOST else ""
-    return f"rank{'s' if len(ranks) > 1 else ''} {named}{others}"
+    return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks[:_MOST]))}{others}"
 
 
 def counted(number: int, name: str) -> str:

@@ -95,7 +95,12 @@ class Fingerprint:
         keys = sorted({*self.inputs, *current.inputs})
         pairs = ((key, self.inputs.get(key, _ABSENT), current.inputs.get(key, _ABSENT)) for key in keys)
         # 1 == True in Python, but not in the canonical JSON.
-        return tuple(Difference(key, a, b) for key, a, b in pairs if (type(a), a) != (type(b), b))
+        found = ((key, a, b) for key, a, b in pairs if (type(a), a) != (type(b), b))
+        # An absent value is reported as unset, except beside an unset value.
+        return tuple(
+            Difference(key, *(None if value == _ABSENT and None not in {a, b} else value for value in (a, b)))
+            for key, a, b in found
+        )
 
 
 @attrs.frozen

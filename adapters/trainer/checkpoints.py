@@ -30,7 +30,7 @@ Key of a trainer's state, under which a checkpoint stores the attention that it 
 """
 
 _AGAIN = f"{COPY_AGAIN} (last takes the newest complete checkpoint)"
-"""Advice about a damaged file."""
+"""Advice about a damaged file of a checkpoint that the run names."""
 
 _FRESH = "to start again from its weights, set model.model to this folder"
 """Advice about a checkpoint that this run cannot resume from."""
@@ -93,9 +93,11 @@ def find_checkpoint(
         found = _read_checkpoint(folder, state_class)
         reason = found if isinstance(found, str) else None
         if isinstance(found, Checkpoint) and differences and (others := differences(found.resume_state)):
-            stale = stale or StaleError.for_plan(str(folder), others)
-            reason = f"of another run: {'; '.join(map(str, others[:_MOST_NAMED]))}"
-        reason = reason or _find_damage(folder, group)
+            other = StaleError.for_plan(str(folder), others)
+            stale = stale or other
+            causes = other.fact.split("\n  ")[1:]
+            reason = f"of another run: {'; '.join(causes[:_MOST_NAMED])}"
+        reason = reason or _find_damage(folder, group, "copy it again" if checkpoint == "last" else _AGAIN)
         if not group.any(reason is not None) and isinstance(found, Checkpoint):
             _warn_of_passed(passed)
             return found
@@ -108,7 +110,9 @@ def find_checkpoint(
     _warn_of_passed(passed)
     if stale is not None:
         raise stale
-    raise ConfigError.for_key(CHECKPOINT_KEY, f"finds no complete checkpoint in {output_dir}: remove the key")
+    remedy = "repair one that was passed over, or remove the key" if passed else "remove the key"
+    effect = "the run then starts at step 0, and overwrites checkpoints of the same steps"
+    raise ConfigError.for_key(CHECKPOINT_KEY, f"finds no complete checkpoint in {output_dir}: {remedy}; {effect}")
 
 
 def saved_plans(checkpoint: str, output_dir: str) -> frozenset[str]:
@@ -148,12 +152,13 @@ def attention_entry(attn_impl: str) -> dict[str, Any]:
     return {_ATTENTION: {"attn_impl": attn_impl}}
 
 
-def _find_damage(folder: Path, group: RankGroup) -> str | None:
+def _find_damage(folder: Path, group: RankGroup, remedy: str) -> str | None:
     """
-    Verify this rank's share of a checkpoint's files; return a clause about any damage, or None.
+    Verify this rank's share of a checkpoint's files; return a clause about any damage and its
+    *remedy*, or None.
     """
     started = time.perf_counter()
-    if fact := find_damage(folder, share=group.rank, num_shares=group.world_size, remedy=_AGAIN):
+    if fact := find_damage(folder, share=group.rank, num_shares=group.world_size, remedy=remedy):
         return f"but {fact}"
     if group.rank == 0:
         log.info("%s is complete: its files were read in %.1f s", folder, time.perf_counter() - started)
@@ -165,8 +170,7 @@ def _read_checkpoint(folder: Path, state_class: type) -> Checkpoint[Any] | str:
     Return a checkpoint without loading its weights, or the reason why no run can resume from it.
     """
     if not (folder / STATE).is_file():
-        torn = f"but it has no {STATE}: it is not a checkpoint, or was being written when the run ended"
-        return torn if folder.exists() else "but that folder does not exist: name the folder of a checkpoint"
+        return _explain_missing_state(folder)
     try:
         state = read_trainer_state(folder)
         progress, attention = find_progress(state), state["stateful_callbacks"].get(_ATTENTION)
@@ -181,6 +185,16 @@ def _read_checkpoint(folder: Path, state_class: type) -> Checkpoint[Any] | str:
     if not has_digests(folder):
         return "but it holds only weights (save_only_model): to start again from them, set model.model to this folder"
     return Checkpoint(str(folder), resume_state, attention["attn_impl"])
+
+
+def _explain_missing_state(folder: Path) -> str:
+    """Return the reason why a path without a trainer's state is no checkpoint."""
+    if (newest := newest_checkpoint(str(folder))) is not None:
+        return f"but that is no checkpoint: name {newest}, the newest in it, or set last"
+    if folder.is_dir():
+        return f"but it has no {STATE}: it is not a checkpoint, or was being written when the run ended"
+    found = "is a file" if folder.is_file() else "does not exist"
+    return f"but that {found}: name the folder of a checkpoint, or set last"
 
 
 def newest_checkpoint(output_dir: str) -> Path | None:

@@ -113,7 +113,8 @@ def match_checkpoint(
     config: RunConfig, group: RankGroup, checkpoint: Checkpoint[State], differences: Differences[State]
 ) -> Checkpoint[State]:
     """
-    Return *checkpoint* if it agrees with this run, else the newest checkpoint that agrees.
+    Return *checkpoint* if it agrees with this run, else the newest checkpoint that agrees. Log
+    settings that may change, and have changed.
 
     Other checkpoints are tried only if the run resumes from `last`. Raises StaleError if no
     checkpoint agrees.
@@ -124,9 +125,12 @@ def match_checkpoint(
         checkpoint: Checkpoint that `open_checkpoint` returned.
         differences: Function that returns the differences between a resume state and this run.
     """
-    if not differences(checkpoint.resume_state):
-        return checkpoint
-    return _find_checkpoint(config, group, type(checkpoint.resume_state), differences)
+    if differences(checkpoint.resume_state):
+        checkpoint = _find_checkpoint(config, group, type(checkpoint.resume_state), differences)
+    if group.rank == 0:
+        for one in checkpoint.resume_state.identity.changeable.differences(identity_of_run(config).changeable):
+            log.warning("a setting has changed since %s, and this run's value is used: %s", checkpoint.folder, one)
+    return checkpoint
 
 
 def _find_checkpoint(
@@ -143,9 +147,6 @@ def _find_checkpoint(
     require_same_run(group, flat_values({"checkpoint": attrs.asdict(checkpoint.resume_state)}))
     engine = config.training.trainer.get("deepspeed")
     refuse_other_parts(CHECKPOINT_KEY, checkpoint.folder, engine, num_ranks=group.world_size)
-    if group.rank == 0:
-        for one in checkpoint.resume_state.identity.changeable.differences(identity_of_run(config).changeable):
-            log.warning("a setting has changed since %s, and this run's value is used: %s", checkpoint.folder, one)
     return checkpoint
 
 

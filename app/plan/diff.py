@@ -92,7 +92,8 @@ def _value_text(value: Any) -> str:
     """Return a value as short text: 12 characters of a digest, and 6 digits of a float."""
     if isinstance(value, float):
         return f"{value:.6g}"
-    return f"{value[:12]}…" if isinstance(value, str) and re.fullmatch("[0-9a-f]{64}", value) else str(value)
+    text = "unset" if value is None else str(value)
+    return f"{text[:12]}…" if re.fullmatch("[0-9a-f]{64}", text) else text
 
 
 def _open_side(name: str, words: Sequence[str], split: str, world_size: int | None) -> Side:

@@ -179,8 +179,8 @@ def _input_faults(split: Split, origin: Origin, differences: tuple[Difference, .
     source, where = split.source, str(split.stores.lengths.folder)
     for change in differences:
         records = describe_changed_records(split) if _data_differ((change,)) else ""
-        then = f"measured with {change.stored!r}, now {change.current!r}{f': {records}' if records else ''}"
-        yield Finding("inputs", change.key, f"{then}; {MEASURE_AGAIN}")
+        values = f"{str(change).removeprefix(f'{change.key} was ')}{f': {records}' if records else ''}"
+        yield Finding("inputs", change.key, f"measured with {values}; {MEASURE_AGAIN}")
     total = len(source)
     if origin.num_measured < total and not _data_differ(differences):
         reason = f"{origin.num_measured:,} of {counted(total, 'record')} are measured: packplan plan build continues"
@@ -205,7 +205,8 @@ def _faults_of_plan(split: Split, lengths: StoredLengths, stored: StoredPlan | N
     key = split.plan_key(lengths.digest)
     differences = stored.key.differences(key)
     for difference in differences:
-        reason = f"planned with {difference.stored!r}, now {difference.current!r}: packplan plan build plans again"
+        values = str(difference).removeprefix(f"{difference.key} was ")
+        reason = f"planned with {values}: packplan plan build plans again"
         yield Finding("plan", difference.key, reason)
     if stored.key.inputs["lengths"] != lengths.digest:
         return

@@ -3,6 +3,7 @@
 import dataclasses
 import hashlib
 import json
+import shutil
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -207,7 +208,7 @@ def foreign(content: bytes) -> bytes:
         ("packplan_digests_0.json", None, "it holds only weights"),
     ],
 )
-def test_a_torn_or_foreign_checkpoint_is_no_checkpoint(tmp_path: Path, name, damage, reason):
+def test_a_torn_or_foreign_checkpoint_is_no_checkpoint(tmp_path: Path, caplog, name, damage, reason):
     """`last` passes over it; named, it is refused with the reason."""
     whole, torn = tmp_path / "checkpoint-3", tmp_path / "checkpoint-4"
     for folder in (whole, torn):
@@ -220,6 +221,20 @@ def test_a_torn_or_foreign_checkpoint_is_no_checkpoint(tmp_path: Path, name, dam
     with pytest.raises(ConfigError, match=reason):
         find(torn)
     assert str(whole) == find("last", tmp_path).folder
+    shutil.rmtree(whole)
+    with pytest.raises(ConfigError, match="passed over, or remove the key; the run then starts at step 0, and overwri"):
+        find("last", tmp_path)
+    assert "another checkpoint" not in caplog.text, "last does not advise to set last"
+
+
+def test_what_holds_a_checkpoint_or_is_a_file_in_it_is_none(tmp_path: Path):
+    """The refusal names the newest checkpoint, or `last`."""
+    save(tmp_path / "checkpoint-3", PLANNED)
+
+    with pytest.raises(ConfigError, match=r"no checkpoint: name \S*checkpoint-3, the newest in it, or set last"):
+        find(tmp_path)
+    with pytest.raises(ConfigError, match="but that is a file: name the folder of a checkpoint, or set last"):
+        find(tmp_path / "checkpoint-3" / "trainer_state.json")
 
 
 def test_last_is_the_newest_whole_checkpoint_of_the_run(tmp_path: Path, caplog):

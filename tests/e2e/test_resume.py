@@ -147,7 +147,7 @@ def test_a_checkpoint_resumes_the_run_of_its_plan_model_and_settings_alone(  # n
     assert stored
     for changed, keys, error, says in (
         ({"model": moved}, {}, StaleError, r"model\.model model\.safetensors was '"),
-        ({"template": {"max_length": 200}}, {}, StaleError,
+        ({"template": {"max_length": 200}}, {"max_steps": 5}, StaleError,
          "packing_length was 128, now 200"),
         ({}, {"data_seed": 7}, StaleError, "seed was 42, now 7"),
         ({}, {"learning_rate": "1e-5"}, StaleError, r"training\.learning_rate"),
@@ -159,6 +159,7 @@ def test_a_checkpoint_resumes_the_run_of_its_plan_model_and_settings_alone(  # n
                 {name: own | changed.get(name, {}) for name, own in sections.items()}, folder / "checkpoint-1", **keys
             )
         assert stored == {path: path.read_bytes() for path in stored}, says
+    assert "this run's value is used" not in caplog.text, "the run does not go on"
 
 
 def test_what_is_left_is_trained_by_the_settings_of_the_resumed_run(trained, resume, fetched, tmp_path):

@@ -357,7 +357,7 @@ def differences(capfd):
         shown = {key: values for key, *values in table}
         for row in found["facts"]:
             for text, value in zip(shown[row["key"]], (row["first"], row["second"]), strict=True):
-                due = f"{value:.6g}" if isinstance(value, float) else str(value)
+                due = f"{value:.6g}" if isinstance(value, float) else "unset" if value is None else str(value)
                 assert text in {due, f"{due[:12]}…"}
         assert all(f"{kind}, " in lines for kind in found["samples"] or ())
         assert (found["samples"] == {}) == ("all samples are in the same packs\n" in lines)

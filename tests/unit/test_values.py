@@ -9,6 +9,7 @@ import pytest
 from packplan.core import errors
 from packplan.core.equality import AUTO, BACKENDS, VARLEN, PackingVerdict, ProbeResult, choose_attention, yield_trials
 from packplan.core.errors import Difference, ModelError, PackplanError, RunError, StaleError, counted, verb_for
+from packplan.core.fingerprint import Fingerprint
 from packplan.core.plan import refuse_longer
 from packplan.core.policy import PlanPolicy
 from packplan.core.samples.tables import COLUMNS, Measurement, column, from_row, to_row
@@ -28,6 +29,19 @@ def test_a_remedy_names_a_key_with_its_value():
     assert str(ModelError.for_leak("llama", "sdpa", "why")).endswith(" (model.attn_impl: auto)")
     assert str(ModelError.for_leak("llama", "auto", "why")).endswith(" (training.packing: false)")
     assert "1 finding" == str(errors.MismatchError("unsound", "1 finding"))
+
+
+def test_a_difference_shortens_digests_and_calls_what_is_absent_unset():
+    """So says each list of changed inputs; only where both would be unset, one is absent."""
+    then, now = (Fingerprint(one) for one in ({"a": "5" * 64, "b": "x"}, {"a": "6" * 64, "c": None}))
+
+    assert ["a was '555555555555', now '666666666666'", "b was 'x', now unset", "c was '(absent)', now unset"] == [
+        str(one) for one in then.differences(now)
+    ]
+    assert "its first bytes have changed" == str(Difference("head", 8, 9))
+    causes = StaleError.for_plan("c", (*then.differences(now)[1:], Difference("lengths", "5" * 64, "6" * 64)))
+    assert "lengths" not in str(causes)
+    assert "digest of the lengths was '5555" in str(StaleError.for_plan("c", (Difference("lengths", "5" * 64, "6"),)))
 
 
 PASSED = ProbeResult(0, 3e-7)
