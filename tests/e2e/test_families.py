@@ -92,11 +92,7 @@ def test_a_family_packs_the_whole_way_of_training(write_run, sections, tmp_path,
 @pytest.mark.parametrize(
     ("family", "keys", "says"),
     [
-        (
-            "gpt_oss",
-            {"today": "2026-11-28"},
-            {"template.template": "is gpt_oss, for which ms-swift does not support"},
-        ),
+        ("gpt_oss", {"today": "2026-11-28"}, {"template.template": "is gpt_oss, for which ms-swift does not support"}),
         ("lfm2", {}, {"template.template": "is not set, and ms-swift has no templates for Lfm2ForCausalLM"}),
         ("gemma3_text", {"system": "You look at scenes."}, {"template": "does not support `system`"}),
         ("llama", {}, {"model.model_type": "yi", "template.template": "llama3_2"}),

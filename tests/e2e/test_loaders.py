@@ -118,9 +118,7 @@ ARGUMENTS = SimpleNamespace(
 
 
 @pytest.mark.parametrize(
-    "start",
-    [lambda: list(PackLoader([1], ARGUMENTS)), lambda: Heartbeat(HashStore())],
-    ids=["loader", "heartbeat"],
+    "start", [lambda: list(PackLoader([1], ARGUMENTS)), lambda: Heartbeat(HashStore())], ids=["loader", "heartbeat"]
 )
 def test_ctrl_c_while_processes_start_is_not_lost(start):
     """Noticed in a callback of their fork, where errors are swallowed."""

@@ -16,12 +16,7 @@ from packplan.adapters.ranks.torch_group import OneRank
 from packplan.adapters.samples.arguments import swift_types
 from packplan.adapters.samples.encoder import SwiftEncoder
 from packplan.adapters.samples.measurer import SwiftMeasurer
-from packplan.adapters.samples.template import (
-    _stop_clock,
-    length_inputs,
-    open_template,
-    render_prompt,
-)
+from packplan.adapters.samples.template import _stop_clock, length_inputs, open_template, render_prompt
 from packplan.adapters.swift.command import read_command
 from packplan.app.opening.runs import read_config
 from packplan.app.opening.splits import open_splits

@@ -201,10 +201,7 @@ def of_ours(ran, name: str) -> list[dict]:
     return first["history"]
 
 
-@pytest.mark.parametrize(
-    ("due", "name"),
-    [("whole", "two"), ("whole", "three"), ("adapters", "adapters-three")],
-)
+@pytest.mark.parametrize(("due", "name"), [("whole", "two"), ("whole", "three"), ("adapters", "adapters-three")])
 def test_runs_train_the_same(due, name, ran):
     """Every loss and gradient norm of a run, in each way to share its weights."""
     assert_same(of_ours(ran, due), of_ours(ran, name))

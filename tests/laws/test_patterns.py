@@ -155,10 +155,7 @@ def test_the_master_program_is_below_every_packing_of_its_patterns(case):
 
 @pytest.mark.parametrize(
     ("lengths", "capacity", "gap"),
-    [
-        (*narrow(70), 0),
-        ([13, 14, 16, 17, 17, 21, 27, 28, 28, 33, 34, 35, 35, 35, 37], 79, 1),
-    ],
+    [(*narrow(70), 0), ([13, 14, 16, 17, 17, 21, 27, 28, 28, 33, 34, 35, 35, 35, 37], 79, 1)],
 )
 def test_certified_packs_whatever_the_solver_and_the_iterations_give(lengths, capacity, gap):
     """

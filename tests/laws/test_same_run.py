@@ -22,15 +22,7 @@ from packplan.core.config.identity import (
     shared_values,
 )
 from packplan.core.config.keys import key_facts, yield_keys
-from packplan.core.config.run import (
-    LOADS,
-    TRAINS,
-    CustomConfig,
-    ModelConfig,
-    RunConfig,
-    TemplateConfig,
-    TrainingConfig,
-)
+from packplan.core.config.run import LOADS, TRAINS, CustomConfig, ModelConfig, RunConfig, TemplateConfig, TrainingConfig
 from packplan.core.config.tuners import UNSET
 from packplan.core.errors import RankDifference
 from packplan.core.fingerprint import Fingerprint, RunIdentity

@@ -165,12 +165,7 @@ def test_samples_that_fill_no_pack_wait_for_those_that_do(lengths, packs):
 
 
 GOLDEN = {
-    2: {
-        (400, 4): "b8f5046705fb",
-        (1000, 512): "149e632b3135",
-        (1000, 32): "3c6950679094",
-        (20_000, 8): "3170a2ecf9e2",
-    }
+    2: {(400, 4): "b8f5046705fb", (1000, 512): "149e632b3135", (1000, 32): "3c6950679094", (20_000, 8): "3170a2ecf9e2"}
 }
 """Packing length, buffer -> digest of packs, of this `RULES_VERSION`."""
 

@@ -208,11 +208,7 @@ _FAMILIES = {
     "minicpmv4_6": VisionFamily(
         model_type="minicpmv4_6",
         swift=("minicpmv4_6", "minicpmv4_6"),
-        sizes={
-            "text_config": _LINEAR,
-            "vision_config": {"image_size": 112, "patch_size": 14},
-            "image_size": 112,
-        },
+        sizes={"text_config": _LINEAR, "vision_config": {"image_size": 112, "patch_size": 14}, "image_size": 112},
         processor=_processor(
             transformers.MiniCPMV4_6Processor,
             image_processor=partial(MiniCPMV4_6ImageProcessor, scale_resolution=112, max_slice_nums=4),

@@ -294,10 +294,7 @@ def test_one_yaml_builds_on_another(tmp_path: Path):
         ("seed: 9:" + "9:" * 300 + "9.5\n", "not valid YAML"),
         ('extends: "a\\0b"\n', "has a NUL, or more than 255 bytes"),
         (f"extends: {'n' * 300}\n", "has a NUL, or more than 255 bytes"),
-        (
-            "extends: /dev/zero\n",
-            r"run\.yaml has 1 fault:\n  extends names /dev/zero, which is a folder, a pipe",
-        ),
+        ("extends: /dev/zero\n", r"run\.yaml has 1 fault:\n  extends names /dev/zero, which is a folder, a pipe"),
         pytest.param("x" * 2**23, "has more than 4,194,304 bytes", id="large"),
     ],
 )
