@@ -12,7 +12,14 @@ from typing import Any, TypeVar, get_origin
 import attrs
 
 from packplan.adapters.config.layers import apply_overrides, expand_path, read_document
-from packplan.adapters.config.trainer_keys import TrainerKey, deepspeed_file, read_foreign_keys
+from packplan.adapters.config.trainer_keys import (
+    GRPO_KEYS_FILE,
+    SFT_KEYS_FILE,
+    TrainerKey,
+    deepspeed_file,
+    read_foreign_keys,
+    read_key_table,
+)
 from packplan.adapters.config.values import Advise, structure_document
 from packplan.core.config.faults import explain_unknown_key, run_faults
 from packplan.core.config.keys import yield_keys
@@ -115,6 +122,26 @@ def known_keys(kind: type) -> Iterator[str]:
     paths = (path for path, field in yield_keys(kind) if get_origin(field.type) is not Mapping)
     parts = (part.removesuffix("[]") for path in paths for part in accumulate(path.split("."), "{}.{}".format))
     return iter(dict.fromkeys(parts))
+
+
+def advise_overrides(words: Sequence[str], *, section: str) -> str:
+    """
+    Return advice to write overrides instead of unknown options; empty if no option is a key.
+
+    Args:
+        words: Options and values, such as `["--max_length", "512"]`, with names of this or another
+            program.
+        section: Section of the trainer's keys, `training` or `grpo`.
+    """
+    table = read_key_table(GRPO_KEYS_FILE if section == "grpo" else SFT_KEYS_FILE) or {}
+    paths = {path.rpartition(".")[2]: path for path in [*(f"{section}.{key}" for key in table), *known_keys(RunConfig)]}
+    paths = {name: twin.ours for name, twin in _FOREIGN.items() if twin.ours} | paths
+    found = []
+    for word, after in zip(words, [*words[1:], "-"], strict=True):
+        name, _, value = word.removeprefix("--").partition("=")
+        if word.startswith("--") and (path := paths.get(name.replace("-", "_"))):
+            found.append(f"{path}={value or ('…' if after.startswith('-') else after)}")
+    return f"; keys of the YAML have no dashes: {' '.join(found)}" if found else ""
 
 
 def _build_config(document: Mapping[str, Any], kind: type[T], source: str, advise: Advise, found: Sequence[Fault]) -> T:

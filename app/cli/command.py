@@ -109,10 +109,12 @@ def parse_arguments(parser: argparse.ArgumentParser, arguments: list[str] | None
     """
     options, others = parser.parse_known_args(arguments)
     if wrong := [text for text in others if text.startswith("-") or "=" not in text]:
+        from packplan.adapters.config.run import advise_overrides
+
+        advice = advise_overrides(wrong, section="grpo" if parser.prog.endswith(" rl") else "training")
         how = "; torchrun starts ranks: torchrun --nproc-per-node N -m packplan.app.sft run.yaml"
-        getattr(options, "parser", parser).error(
-            f"unrecognized arguments: {' '.join(wrong)}{how if wrong[0].startswith('--n') else ''}"
-        )
+        advice = how if wrong[0].startswith(("--nproc", "--nnodes")) else advice
+        getattr(options, "parser", parser).error(f"unrecognized arguments: {' '.join(wrong)}{advice}")
     options.overrides += others
     return options
 

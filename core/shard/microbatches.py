@@ -119,14 +119,7 @@ def _renumber(labels: IntArray, items: IntArray, works: IntArray, *, rounds: int
 
 
 def _assign_evenly(
-    packs: Packs,
-    costs: IntArray,
-    works: IntArray,
-    *,
-    shards: int,
-    rounds: int,
-    capacity: int,
-    sync_at: SyncPoint,
+    packs: Packs, costs: IntArray, works: IntArray, *, shards: int, rounds: int, capacity: int, sync_at: SyncPoint
 ) -> IntArray:
     """
     Return the microbatch of each item, numbered worker by worker, so that work is about equal.

@@ -101,6 +101,11 @@ def test_overrides_stand_before_behind_and_between_options(capsys):
             parse_arguments(parser, ["run.yaml", "--quiet", wrong])
         assert wrong in (said := capsys.readouterr().err)
         assert ("torchrun --nproc-per-node N -m packplan.app.sft run.yaml" in said) == wrong.startswith("--nproc")
+    with pytest.raises(SystemExit, match="2"):
+        parse_arguments(
+            parser, ["run.yaml", "--max_length", "512", "--num-train-epochs=2", "--load_best", "--model_id"]
+        )
+    assert "no dashes: template.max_length=512 training.num_train_epochs=2 model.model=…\n" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("path", sorted(PATHS))
