@@ -73,11 +73,13 @@ def read_text(path: Path, *, most: int = MOST_BYTES) -> str:
             raise ValueError("is a folder, a pipe or a device: name a regular file")
         with path.open("rb") as file:
             text = file.read(most + 1)
+        if len(text) > most:
+            raise ValueError(f"has more than {most:,} bytes: name a file of settings")
+        return text.decode()
     except OSError as error:
         raise ValueError(f"cannot be read ({error.strerror}): name an existing file") from None
-    if len(text) > most:
-        raise ValueError(f"has more than {most:,} bytes: name a file of settings")
-    return text.decode()
+    except UnicodeDecodeError:
+        raise ValueError("is not UTF-8 text, so it is no YAML or JSON: name a text file of settings") from None
 
 
 def parse_json(text: str) -> Any:

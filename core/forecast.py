@@ -53,7 +53,7 @@ several times.
 
 _PREFIXES = {"": 0, "K": 1, "M": 2, "G": 3, "T": 4}
 
-_FORM = re.compile(r"(\d+(?:\.\d+)?) ?([KMGT]?)(iB|B|)")
+_FORM = re.compile(r"(\d+(?:\.\d+)?) ?([KMGT]?)(iB|B|)", re.IGNORECASE)
 
 MARGIN = 0.1
 """
@@ -469,8 +469,8 @@ def parse_bytes(text: str) -> int:
     """
     found = _FORM.fullmatch(text)
     amount = Decimal(0)
-    if found is not None and (found[2] or found[3] == "B"):
-        amount = Decimal(found[1]) * (1024 if found[3] == "iB" else 1000) ** _PREFIXES[found[2]]
+    if found is not None and (found[2] or found[3].upper() == "B"):
+        amount = Decimal(found[1]) * (1024 if len(found[3]) == 2 else 1000) ** _PREFIXES[found[2].upper()]
     if amount < 1 or amount != int(amount):
         raise ValueError(f"{text!r} is not an amount of memory: write 80GiB, 80GB or 24G")
     return int(amount)

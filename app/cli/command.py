@@ -292,7 +292,7 @@ def parse_number(text: str, least: int = 0, most: int | None = None) -> int:
     """
     if not text.isdecimal() or int(text) < least or (most is not None and int(text) > most):
         bound = f"at least {least}" if most is None else f"at least {least} and at most {most:,}"
-        raise argparse.ArgumentTypeError(f"is {text}, but has to be a whole number of {bound}")
+        raise argparse.ArgumentTypeError(f"is {text or 'empty'}, but has to be a whole number of {bound}")
     return int(text)
 
 

@@ -179,7 +179,7 @@ def _drop_keys(value: Any, name: str, ignored: Collection[str]) -> Any:
     """
     Return the value of a record's key *name*, with the *ignored* keys removed from its messages.
     """
-    messages = parse_literal(value, "'messages'") if name == "messages" else value
+    messages = parse_literal(value, "its messages") if name == "messages" else value
     if name not in {"messages", *QUERY_KEYS, *RESPONSE_KEYS} or not _is_chat(messages):
         return value
     return [{key: held for key, held in message.items() if key not in ignored} for message in messages]
@@ -220,11 +220,11 @@ def _merge_synonyms(record: Mapping[str, Any], names: Sequence[str]) -> Mapping[
 
 def _from_messages(record: Mapping[str, Any]) -> ShapedRecord:
     """Convert a record that has messages into ms-swift's notation."""
-    messages = parse_literal(record["messages"], "'messages'")
+    messages = parse_literal(record["messages"], "its messages")
     if not isinstance(messages, list):
-        fail(f"has 'messages' that are not a list but {_KINDS.get(type(messages), type(messages).__name__)}")
+        fail(f"has messages that are not a list but {_KINDS.get(type(messages), type(messages).__name__)}")
     if not messages:
-        fail("has no message in 'messages'")
+        fail("has an empty list of messages")
     if not all(isinstance(message, Mapping) for message in messages):
         fail("has a message that is not an object with a role and a content")
     media: Media = defaultdict(list)

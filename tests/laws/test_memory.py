@@ -23,6 +23,7 @@ POWERS = {"B": 0, "KiB": 1, "MiB": 2, "GiB": 3, "TiB": 4}
 def test_an_amount_has_a_power_of_1024_bytes_a_unit(number, unit, space):
     """`iB` counts in powers of 1,024; `B` and a bare prefix count in powers of 1,000."""
     assert number * 1024 ** POWERS[unit] == parse_bytes(f"{number}{space}{unit}")
+    assert parse_bytes(f"{number}{unit.lower()}") == parse_bytes(f"{number}{unit}")
     if POWERS[unit]:
         assert number * 1000 ** POWERS[unit] == parse_bytes(f"{number}{unit[0]}B") == parse_bytes(f"{number}{unit[0]}")
     written, shown = bytes_text(number * 1024 ** POWERS[unit]).split()
@@ -31,7 +32,7 @@ def test_an_amount_has_a_power_of_1024_bytes_a_unit(number, unit, space):
     )
 
 
-@pytest.mark.parametrize("text", ["", "80", "GiB", "-1GB", "0GB", "80 GBs", "1.5B", "1e3GB", "80gib", "٨GB1", "8 0GB"])
+@pytest.mark.parametrize("text", ["", "80", "GiB", "-1GB", "0GB", "80 GBs", "1.5B", "1e3GB", "80ib", "٨GB1", "8 0GB"])
 def test_anything_but_a_positive_number_and_a_unit_is_refused(text):
     with pytest.raises(ValueError, match="is not an amount of memory"):
         parse_bytes(text)
