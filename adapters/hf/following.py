@@ -34,18 +34,31 @@ from packplan.adapters.attention.packed_row import RealTokens, read_row
 from packplan.adapters.attention.shared_rows import RowGroups, count_tokens, sharing_by
 from packplan.adapters.finite import StopsAtNonFinite
 from packplan.adapters.hf.first_pack import require_pack_as_alone
+from packplan.adapters.hf.refusals import UNPLANNED_EVALUATION, library_class
 from packplan.adapters.hf.saving import KeepsCheckpoints, find_damage
 from packplan.adapters.hf.telemetry import LogsPacks, text_pack_stats
-from packplan.adapters.loaders.batches import EvalBatches, PackBatches, read_saved_progress
+from packplan.adapters.loaders.batches import (
+    TRAINER,
+    EvalBatches,
+    PackBatches,
+    read_saved_progress,
+    read_saved_trainer,
+)
 from packplan.adapters.loaders.packs import NORMALISER, PACK, PackLoader, refuse_other_packs
 from packplan.adapters.loaders.rows import count_supervised
 from packplan.adapters.model_folder import model_file_facts
 from packplan.adapters.models import replace_attributes
 from packplan.adapters.trainer_state import COPY_AGAIN, find_other_parts, name_older
 from packplan.core.batch import IGNORED_LABEL, pack_degrees
-from packplan.core.config.identity import FIXED_ARGUMENTS, flat_values, is_changeable
+from packplan.core.config.identity import (
+    FIXED_ARGUMENTS,
+    flat_values,
+    is_changeable,
+    rank_differences,
+    shared_arguments,
+)
 from packplan.core.equality import NATIVE
-from packplan.core.errors import ArgumentError, MismatchError, fit_lines
+from packplan.core.errors import ArgumentError, MismatchError, PackplanError, fit_lines, format_lines
 from packplan.core.fingerprint import Fingerprint, RunIdentity
 from packplan.core.inspection import describe_resume, describe_training, format_table
 from packplan.core.lengths import IntArray
@@ -61,12 +74,14 @@ _ROUTER = "router_aux_loss_coef"
 class PackplanProgress(TrainerCallback, ExportableState):
     """Callback that stores the progress of a plan in checkpoints, under this class's name."""
 
-    def __init__(self, pack_batches: Any = None) -> None:  # only a copy from a checkpoint has none; it is never saved
-        self.pack_batches, self.step = pack_batches, 0
+    # Only a copy from a checkpoint has no batches; it is never saved.
+    def __init__(self, pack_batches: Any = None, trainer: str | None = None) -> None:
+        self.pack_batches, self.trainer, self.step = pack_batches, trainer, 0
 
     def state(self) -> dict[str, Any]:
-        """Return the progress after the last step, as the checkpoint stores it."""
-        return {"args": {}, "attributes": {"progress": self.pack_batches.state_dict(step=self.step)}}
+        """Return the progress after the last step, and the trainer's class, for the checkpoint."""
+        progress = self.pack_batches.state_dict(step=self.step)
+        return {"args": {}, "attributes": {"progress": progress, TRAINER: self.trainer}}
 
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:  # noqa: ARG002  # transformers passes them
         """
@@ -155,7 +170,7 @@ class FollowsSchedule:
                 epoch is trained. In `packplan sft`, the context opens the packs of the epoch.
         """
         self.pack_batches, self._around_epoch = pack_batches, around_epoch
-        self._progress = PackplanProgress(pack_batches)
+        self._progress = PackplanProgress(pack_batches, library_class(self))
         self._expected: Iterator[list[int]] = iter(())
         self.callback_handler.add_callback(self._progress)
 
@@ -449,8 +464,10 @@ class ServesPacks(KeepsCheckpoints, StopsAtNonFinite, ComputesPacks, LogsPacks, 
         return result
 
     def _verify(self, folder: Path) -> None:
-        """Refuse a checkpoint whose files are damaged, or whose optimizer this run cannot load."""
-        read_saved_progress(folder)
+        """Refuse a checkpoint of another trainer, with damaged files, or with another optimizer."""
+        if (saved := read_saved_trainer(folder)) not in {None, own := library_class(self)}:
+            text = f"{folder} was saved by {saved}, but this is {own}: to start from its weights, load the model from"
+            raise ArgumentError("host", f"{text} that folder, and leave out resume_from_checkpoint")
         engine, args = self.accelerator.state.deepspeed_plugin, self.args
         stage = None if engine is None else engine.hf_ds_config.get_value("zero_optimization.stage", 0)
         fact = find_other_parts(folder, stage=stage, num_ranks=args.world_size)
@@ -512,7 +529,10 @@ class ServesPacks(KeepsCheckpoints, StopsAtNonFinite, ComputesPacks, LogsPacks, 
         """
         Return the data loader of the evaluation packs, or the trainer's own loader for other data.
         """
-        if self._eval_packs is None or (eval_dataset is not None and eval_dataset is not self.eval_dataset):
+        own = eval_dataset is None or eval_dataset is self.eval_dataset or isinstance(eval_dataset, str)
+        if own and self._eval_packs is None and self.row_groups is not None:
+            raise ArgumentError("host", UNPLANNED_EVALUATION)
+        if self._eval_packs is None or not own:
             return super().get_eval_dataloader(eval_dataset)  # type: ignore[misc]  # of the trainer's class
         ranks: dict[str, Any] = {"rank": self.pack_batches.rank, "world_size": self.schedule.world_size}
         batches = EvalBatches(len(self._eval_packs), 1, degrees=self._eval_degrees, **ranks)
@@ -595,9 +615,23 @@ def share_packs(
     return RowGroups.make(np.unique(degrees), args.ddp_timeout_delta, packing_length=length), eval_degrees
 
 
-def require_same_rows(plan: str, data: str) -> None:
-    """Raise MismatchError if checksums of plans or digests of rows differ between ranks."""
-    checksums = gather_object([(plan, data)])
-    if len(set(checksums)) > 1:
-        fact = "the ranks have different plans or rows: load the same rows in the same order on every rank"
-        raise MismatchError("ranks_disagree", fact, {"checksums": tuple(checksums)})
+def require_same_on_ranks(args: Any, values: Mapping[str, Any], fault: PackplanError | None = None) -> None:
+    """
+    Raise MismatchError on every rank if arguments or values differ between ranks.
+
+    Args:
+        args: Training arguments of this rank.
+        values: Further values of this rank: name -> value. None counts as absent.
+        fault: Error of this rank, which every rank raises if nothing differs.
+    """
+    own = {**flat_values(values), **shared_arguments(args.to_dict())}
+    try:
+        found = gather_object([(own, fault)])
+    except RuntimeError as error:
+        fact = "another rank has ended or trains without a plan: see its error, and call use_plan on every rank"
+        raise MismatchError("ranks_disagree", fact) from error
+    if differences := rank_differences([one for one, _ in found]):
+        fact = format_lines("the ranks differ; give all of them the same arguments and rows", differences)
+        raise MismatchError("ranks_disagree", fact, {"differences": differences})
+    if fault := fault or next((one for _, one in found if one is not None), None):
+        raise fault

@@ -10,6 +10,7 @@ from typing import Any, Literal
 
 from transformers.integrations.deepspeed import deepspeed_config
 
+from packplan.core.batch import count_row_groups
 from packplan.core.config.refusals import active_refusals
 from packplan.core.errors import ArgumentError, counted
 from packplan.core.inspection import describe_long_samples
@@ -31,6 +32,17 @@ _COMPARING = {
     "sft": "is a mean over the tokens of a batch, not over its pairs: use another loss, such as 'sigmoid'",
 }
 """Name of a loss that is not a mean over pairs or rows -> clause with the reason and a remedy."""
+
+
+UNPLANNED_EVALUATION = (
+    "the evaluation has no plan, so ranks that share a row would evaluate different rows: pass an eval_plan"
+)
+
+
+def library_class(trainer: Any) -> str | None:
+    """Return the name of the class of transformers, TRL or ms-swift that a trainer derives from."""
+    libraries = ("transformers.", "trl.", "swift.")
+    return next((kind.__name__ for kind in type(trainer).__mro__ if kind.__module__.startswith(libraries)), None)
 
 
 def _name_in_trl(trainer: Any) -> str | None:
@@ -111,21 +123,18 @@ def changed_meanings(args: Any, plan: Plan, schedule: EpochSchedule) -> Iterator
             yield f"{name} is {number:,}, but training ends after {counted(steps, 'step')}"
 
 
-def refuse_plan_conflicts(trainer: Any, *, row_ranks: int | Literal["auto"], evaluates: bool) -> None:
+def find_plan_conflicts(trainer: Any, *, row_ranks: int | Literal["auto"], evaluates: bool) -> ArgumentError | None:
     """
-    Refuse a trainer whose settings contradict a plan.
+    Return an error that names all settings of a trainer that contradict a plan; None without any.
 
     Args:
         trainer: Trainer of transformers.
         row_ranks: Number of ranks that share each row, or `auto`.
         evaluates: Whether the evaluation data has a plan too.
-
-    Raises:
-        ArgumentError: Settings contradict the plan; the message names all of them.
     """
     sharing = [*_parallelism_conflicts(trainer), *_row_sharing_conflicts(trainer, row_ranks, evaluates=evaluates)]
-    if reasons := [*_plan_conflicts(trainer), *_preference_conflicts(trainer, row_ranks), *sharing]:
-        raise ArgumentError("host", f"the trainer would not follow the plan: {'; '.join(reasons)}")
+    reasons = [*_plan_conflicts(trainer), *_preference_conflicts(trainer, row_ranks), *sharing]
+    return ArgumentError("host", f"the trainer would not follow the plan: {'; '.join(reasons)}") if reasons else None
 
 
 def _plan_conflicts(trainer: Any) -> Iterator[str]:
@@ -160,8 +169,12 @@ def _preference_conflicts(trainer: Any, row_ranks: int | Literal["auto"]) -> Ite
 
 def _row_sharing_conflicts(trainer: Any, row_ranks: int | Literal["auto"], *, evaluates: bool) -> Iterator[str]:
     """Yield reasons why the ranks of a trainer cannot share rows."""
-    if row_ranks != 1 and trainer.eval_dataset is not None and not evaluates:
-        yield "the evaluation has no plan, so ranks that share a row would evaluate different rows: pass an eval_plan"
+    try:
+        count_row_groups(trainer.args.world_size, 1 if row_ranks == "auto" else row_ranks)
+    except ArgumentError as error:
+        yield error.fact
+    if row_ranks != 1 and trainer.args.eval_strategy != "no" and trainer.eval_dataset is not None and not evaluates:
+        yield UNPLANNED_EVALUATION
     if row_ranks != 1 and getattr(trainer, "compute_metrics", None) is not None:
         yield "compute_metrics is set, which would count a row once for each rank that shares it: leave it out"
 

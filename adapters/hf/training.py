@@ -16,10 +16,10 @@ from transformers import DataCollatorWithPadding, Trainer, default_data_collator
 
 from packplan.adapters.attention import using_native_attention
 from packplan.adapters.attention.shared_rows import RowGroups
-from packplan.adapters.hf.following import ServesPacks, insert_base_class, require_same_rows, share_packs
+from packplan.adapters.hf.following import ServesPacks, insert_base_class, require_same_on_ranks, share_packs
 from packplan.adapters.hf.packed_calls import HOOKED, Unpadding
 from packplan.adapters.hf.pairs import TrainsPairs
-from packplan.adapters.hf.refusals import changed_meanings, is_preference_trainer, refuse_misuse, refuse_plan_conflicts
+from packplan.adapters.hf.refusals import changed_meanings, find_plan_conflicts, is_preference_trainer, refuse_misuse
 from packplan.adapters.hf.unpad import is_bidirectional, unpad, unwrap
 from packplan.adapters.loaders.batches import read_saved_progress
 from packplan.adapters.loaders.packs import PackInputs, RowsOfPacks
@@ -36,12 +36,19 @@ from packplan.adapters.loaders.rows import (
 from packplan.adapters.models import find_sharded_weight, replace_attributes
 from packplan.adapters.vision_tower import ensure_vision_forward
 from packplan.core.batch import IGNORED_LABEL, count_row_groups
-from packplan.core.errors import ArgumentError, ModelError, PackplanError
+from packplan.core.errors import ArgumentError, ModelError, PackplanError, counted, format_lines
 from packplan.core.schedule import EpochSchedule
 from packplan.core.surface import Plan
 from packplan.core.surface import plan as plan_lengths
 
 log = logging.getLogger(__name__)
+
+
+_PLANNED_ARGUMENTS = (
+    "per_device_train_batch_size", "gradient_accumulation_steps", "num_train_epochs", "max_steps", "seed", "data_seed",
+    "dataloader_drop_last",
+)  # fmt: skip
+"""Training arguments that decide the schedule of a plan."""
 
 
 def use_plan(
@@ -103,17 +110,22 @@ def use_plan(
 
     Raises:
         ArgumentError: The trainer is not supported, a setting contradicts the plan, or a row is not
-            one sample.
+            one sample. Training also raises this error if an argument that decides the steps, or a
+            data set, was set after `use_plan`.
         StaleError: The length of a row differs from its planned length.
-        MismatchError: Ranks have different plans or rows. Training also raises this error if loss
-            or gradients of the first pack differ from those of its samples alone.
+        MismatchError: Ranks have different arguments, plans or rows. Training also raises this
+            error if loss or gradients of the first pack differ from those of its samples alone.
         ModelError: The probe of `unpad` fails, or models of this kind cannot be packed.
     """
     if isinstance(trainer, _PlannedTraining):
         raise ArgumentError("host", "the trainer follows a plan already: build another trainer for another plan")
     refuse_misuse(trainer, plan, eval_plan)
-    refuse_plan_conflicts(trainer, row_ranks=sequence_parallel_size, evaluates=eval_plan is not None)
+    fault = find_plan_conflicts(trainer, row_ranks=sequence_parallel_size, evaluates=eval_plan is not None)
     pairs, args = is_preference_trainer(trainer), trainer.args
+    call: dict[str, Any] = {"sequence_parallel_size": sequence_parallel_size, "check": check}
+    call["max_sequence_parallel_size"] = max_sequence_parallel_size
+    require_same_on_ranks(args, call | _describe_plans(trainer, plan=plan, eval_plan=eval_plan), fault)
+    given = {name: getattr(args, name) for name in _PLANNED_ARGUMENTS}
     plan, packs, eval_plan, eval_packs = _open_packs(trainer, plan, eval_plan)
     pad = partial(pad_rows, types=token_type_columns(trainer.model))
     collator = PackInputs(packs.source.collate or pad, of_pairs=pairs)
@@ -134,6 +146,7 @@ def use_plan(
     # Only now, since checkpoints store the values that the user has set.
     trainer._train_batch_size = args.per_device_train_batch_size = 1  # noqa: SLF001  # has no public name
     args.gradient_accumulation_steps = schedule.gradient_accumulation_steps
+    trainer.planned_arguments = {name: (value, getattr(args, name)) for name, value in given.items()}
     return schedule
 
 
@@ -181,6 +194,19 @@ def _open_rows(trainer: Any, rows: Any) -> RowSource:
     return RowSource(rows, _find_row_collator(trainer), of_pairs=is_preference_trainer(trainer))
 
 
+def _describe_plans(trainer: Any, **plans: Plan | int | None) -> dict[str, Any]:
+    """Return the plans that `use_plan` was given, and the numbers of rows of the trainer's data."""
+    values: dict[str, Any] = {}
+    for name in ("train_dataset", "eval_dataset"):
+        if hasattr(rows := getattr(trainer, name), "__len__"):
+            values[f"rows of {name}"] = len(rows)
+    for name, plan in plans.items():
+        tokens = plan.raw.packing_length if isinstance(plan, Plan) else plan
+        values[f"packing length of {name}"] = tokens and int(tokens)
+        values[name] = plan.checksum[:12] if isinstance(plan, Plan) else None
+    return values
+
+
 def _open_packs(
     trainer: Any, plan: Plan | int, eval_plan: Plan | int | None
 ) -> tuple[Plan, RowsOfPacks, Plan | None, RowsOfPacks | None]:
@@ -198,7 +224,8 @@ def _open_packs(
         eval_plan, eval_packs = _plan_packs(trainer, trainer.eval_dataset, eval_plan)
     if packs.facts is None and not any(gather_object([any(Path(trainer.args.output_dir).glob(f"*/{FACTS_FILE}"))])):
         packs.take_facts(_read_together(trainer, packs.source, decode=False))
-    require_same_rows(plan.checksum, "" if packs.facts is None else packs.facts.digest)
+    rows = "" if packs.facts is None else packs.facts.digest[:12]
+    require_same_on_ranks(trainer.args, {"plan": plan.checksum[:12], "rows": rows})
     return plan, packs, eval_plan, eval_packs
 
 
@@ -243,6 +270,10 @@ def _read_together(trainer: Any, source: RowSource, *, decode: bool) -> RowFacts
     for one in parts:
         if isinstance(one, PackplanError):
             raise one
+    if args.world_size > 1:  # each row was read by one rank: compare some rows that all ranks read
+        shown = range(0, len(source.rows), max(1, (len(source.rows) - 1) // 2))
+        digests = zip(shown, source.digests(shown, source.fetch(shown)), strict=True)
+        require_same_on_ranks(args, {f"digest of row {row}": digest.hex()[:12] for row, digest in digests})
     return RowFacts(np.concatenate([one.rows for one in parts]))
 
 
@@ -313,6 +344,26 @@ class _PlannedTraining(ServesPacks):
     """Hooks of the trained model, and of the reference model if there is one."""
 
     train_packs: RowsOfPacks
+    planned_arguments: dict[str, tuple[Any, Any]]
+    """Argument that decides the steps -> value before `use_plan`, and value in training."""
+
+    def train(self, *args: Any, **options: Any) -> Any:
+        """Train as `ServesPacks` does; ArgumentError if the plan was made for other settings."""
+        changed = []
+        for name, (given, planned) in self.planned_arguments.items():
+            if (now := getattr(self.args, name)) == given:
+                setattr(self.args, name, planned)
+            elif now != planned:
+                changed.append(f"{name} was {given}, now {now}")
+        for name, packs in (("train_dataset", self.train_packs), ("eval_dataset", self._eval_packs)):
+            if packs is not None and (rows := getattr(self, name)) is not packs.source.rows:
+                changed.append(f"{name} had {counted(len(packs.source.rows), 'row')}, now {len(rows):,} others")
+        if changed:
+            fact = format_lines(
+                "these changed after use_plan; set them, and then call use_plan on a new trainer", changed
+            )
+            raise ArgumentError("host", fact)
+        return super().train(*args, **options)
 
     def _inner_training_loop(self, *args: Any, **options: Any) -> Any:
         """Train, after loading `RowFacts` from the resumed checkpoint, or reading the rows."""
@@ -321,7 +372,7 @@ class _PlannedTraining(ServesPacks):
             facts = _load_facts(folder, len(packs.source.rows), state.plan) if folder else None
             packs.take_facts(facts := facts or _read_together(self, packs.source, decode=False))
         require_supervised_rows(facts.num_supervised)
-        require_same_rows(state.plan, facts.digest)
+        require_same_on_ranks(self.args, {"plan": state.plan[:12], "rows": facts.digest[:12]})
         self.pack_batches.state = attrs.evolve(state, data=facts.digest)
         return super()._inner_training_loop(*args, **options)
 

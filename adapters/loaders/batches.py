@@ -27,6 +27,9 @@ PROGRESS = "PackplanProgress"
 Key in `stateful_callbacks` of a trainer's state, under which the progress of a plan is stored.
 """
 
+TRAINER = "trainer"
+"""Key beside the progress: class of the trainer in its library; absent in older checkpoints."""
+
 
 class PackBatches:
     """
@@ -248,3 +251,14 @@ def read_saved_progress(folder: Path) -> Mapping[str, Any]:
         raise ArgumentError("host", f"{folder} {fact}", {"folder": str(folder)}) from error
     require_same_step(folder, state, step)
     return progress
+
+
+def read_saved_trainer(folder: Path) -> str | None:
+    """
+    Return the name of the trainer whose progress a checkpoint stores; None if it is not stored.
+
+    Errors are those of `read_saved_progress`.
+    """
+    read_saved_progress(folder)
+    trainer: str | None = read_trainer_state(folder)["stateful_callbacks"][PROGRESS]["attributes"].get(TRAINER)
+    return trainer

@@ -8,9 +8,9 @@ from swift.trainers import Seq2SeqTrainer
 
 from packplan.adapters.attention import NAME
 from packplan.adapters.attention.packed_row import prepend_text_positions
-from packplan.adapters.hf.following import ServesPacks, insert_base_class, require_same_rows, share_packs
+from packplan.adapters.hf.following import ServesPacks, insert_base_class, require_same_on_ranks, share_packs
 from packplan.adapters.hf.packed_calls import Unpadding
-from packplan.adapters.hf.refusals import refuse_plan_conflicts
+from packplan.adapters.hf.refusals import find_plan_conflicts
 from packplan.adapters.hf.unpad import separate_samples, unpad
 from packplan.adapters.models import load_by_model_class
 from packplan.adapters.swift.packs import PackCollator, PlannedPacks
@@ -41,14 +41,14 @@ def follow_plan(
 
     Raises:
         ArgumentError: A setting contradicts the plan.
-        MismatchError: Ranks have different plans or rows. Training also raises this error if loss
-            or gradients of the first pack differ from those of its samples alone.
+        MismatchError: Ranks have different arguments, plans or rows. Training also raises this
+            error if loss or gradients of the first pack differ from those of its samples alone.
         ModelError: The probe fails: samples of a row influence each other.
     """
     packs, eval_packs, sharing = trainer.train_dataset, _eval_packs(trainer), row_ranks if degrees == 1 else degrees
-    refuse_plan_conflicts(trainer, row_ranks=sharing, evaluates=eval_packs is not None)
+    fault = find_plan_conflicts(trainer, row_ranks=sharing, evaluates=eval_packs is not None)
     digest = packs.facts.digest
-    require_same_rows(packs.plan.checksum, digest)
+    require_same_on_ranks(trainer.args, {"plan": packs.plan.checksum[:12], "rows": digest[:12]}, fault)
     world_size = count_row_groups(trainer.args.world_size, row_ranks)
     schedule = make_schedule(packs.plan, trainer.args, world_size=world_size, degrees=degrees)
     groups, eval_degrees = share_packs(trainer, schedule, packs.plan, None if eval_packs is None else eval_packs.plan)

@@ -45,6 +45,7 @@ PER_RANK: Mapping[str, str] = {
     "training.log_level_replica": "output of a rank",
     "training.log_on_each_node": "output of a rank",
     "training.report_to": "only rank 0 reports to services, and other ranks may lack their packages",
+    "training.run_name": "only rank 0 reports to services; a name may hold the time",
 }
 """Key that may differ between ranks -> reason why a difference does not change training."""
 
@@ -173,8 +174,24 @@ def shared_values(config: RunConfig, files: Mapping[str, Any]) -> dict[str, str]
     """
     sections = attrs.asdict(config, filter=lambda field, _: not key_facts(field).set_by_command)
     sections["training"] |= {**UNSET, **sections["training"].pop("trainer")}
+    return _without_rank_values(sections, files)
+
+
+def shared_arguments(arguments: Mapping[str, Any]) -> dict[str, str]:
+    """
+    Return each argument of a trainer that has to be the same on all ranks, with its value as JSON.
+
+    >>> shared_arguments({"learning_rate": 0.1, "output_dir": "out", "local_rank": 1})
+    {'learning_rate': '0.1', 'output_dir': '"a path"'}
+    """
+    values = _without_rank_values({"training": {**arguments}}, {})
+    return {key.removeprefix("training."): value for key, value in values.items()}
+
+
+def _without_rank_values(sections: dict[str, dict[str, Any]], files: Mapping[str, Any]) -> dict[str, str]:
+    """Return values as JSON, without those of `PER_RANK`, and paths by the content of *files*."""
     for section, name in (key.split(".") for key in (*PATH_KEYS, *PER_RANK)):
-        key, value = f"{section}.{name}", sections[section].pop(name, None)
+        key, value = f"{section}.{name}", sections.get(section, {}).pop(name, None)
         if value and key in PATH_KEYS:
             # `last` selects a checkpoint and is not a path.
             path = value if isinstance(value, Mapping) or value == "last" else "a path"
@@ -197,7 +214,12 @@ def _flat_items(key: str, value: Any) -> Iterator[tuple[str, str]]:
         for name, below in value.items():
             yield from _flat_items(f"{key}.{name}" if key else str(name), below)
     elif value is not None:
-        yield key, json.dumps(value, ensure_ascii=False, default=str)
+        yield key, json.dumps(value, ensure_ascii=False, default=_plain_text)
+
+
+def _plain_text(value: Any) -> Any:
+    """Return text for a value that JSON lacks, the same in all processes: no order, no address."""
+    return sorted(map(str, value)) if isinstance(value, (set, frozenset)) else re.sub(" at 0x[0-9a-f]+", "", str(value))
 
 
 def rank_differences(runs: Sequence[Mapping[str, str]]) -> tuple[RankDifference, ...]:

@@ -130,6 +130,22 @@ def start_two_processes(out):
         use_plan(trainer, PLAN)
 
 
+def evaluate_shared_rows(out):
+    """Evaluate without a plan where ranks share rows."""
+    trainer = follow_plan(out)
+    trainer.row_groups = object()
+    trainer.evaluate()
+
+
+def change_planned_trainer(out):
+    """Set after `use_plan` what a plan was made for, and again what it was."""
+    trainer = follow_plan(out, per_device_train_batch_size=2, max_steps=2)
+    trainer.args.per_device_train_batch_size = 2
+    trainer.train()
+    trainer.args.max_steps, trainer.train_dataset = 5, ROWS[:10]
+    trainer.train()
+
+
 def plan_leaking_model(out):
     """Train a model of a family whose attention ignores where samples begin."""
     config = AutoConfig.for_model("bloom", vocab_size=300, hidden_size=32, n_layer=2, n_head=4)
@@ -154,7 +170,11 @@ REFUSED = {
     "plan is of type float": (ArgumentError, partial(follow_plan, plan=4096.0)),
     "plan is of type Packs": (ArgumentError, partial(follow_plan, plan=PLAN.packs)),
     "GRPOTrainer makes batches that no plan": (ArgumentError, lambda _: use_plan(object.__new__(GRPOTrainer), PLAN)),
-    "evaluation has no plan": (ArgumentError, partial(follow_plan, row_ranks=2)),
+    "1 rank cannot form groups of 2: [^;]*$": (ArgumentError, partial(follow_plan, row_ranks=2)),
+    "groups of 2: .*; the evaluation has no": (ArgumentError, partial(follow_plan, row_ranks=2, eval_strategy="epoch")),
+    "^the evaluation has no plan": (ArgumentError, evaluate_shared_rows),
+    r"max_steps was 2, now 5\n  train_dataset had 27 rows, now 10 others": (ArgumentError, change_planned_trainer),
+    "saved by Trainer, but this is SFTTrainer": (ArgumentError, partial(resume_changed, host="trl")),
     "sample 3": (StaleError, train_longer_row),
     "bloom": (ModelError, plan_leaking_model),
     "served pack 0,": (MismatchError, partial(train_by_other_loader, change=sorted)),
@@ -590,14 +610,35 @@ def train_with_a_fault_on_one_rank(rank, out):
     (out / f"ended{rank}").touch()
 
 
-def on_two_ranks(folder):
-    """Train with a fault on one of two ranks."""
-    fork_ranks(2, train_with_a_fault_on_one_rank, Path(folder))
+def train_other_runs(rank, out):
+    """Differ from the other rank in arguments (also after `use_plan`), plan, rows or a fault."""
+
+    def refused(key, rows=ROWS, plan=PLAN, *, error=MismatchError, metrics=None, row_ranks=1, **settings):
+        trainer = trainer_with(out, rows, model=model_of("qwen2", "packplan"), **settings)
+        trainer.compute_metrics = metrics
+        with pytest.raises(error, match=key):
+            use_plan(trainer, plan, sequence_parallel_size=row_ranks)
+            trainer.args.learning_rate *= 1 + rank
+            trainer.train()
+
+    refused("learning_rate: 0.01 on rank 0; 0.02 on rank 1$", run_name=f"run {rank}")
+    refused("weight_decay: 0.0 on rank 0; 0.1 on rank 1$", weight_decay=rank / 10)
+    refused("rows of train_dataset: 20 on rank 0; 21 on rank 1$", ROWS[: 20 + rank], PACKING_LENGTH)
+    refused("digest of row 0: .* on rank 0; .* on rank 1\n", ROWS[rank : 20 + rank], PACKING_LENGTH)
+    refused("packing length of plan: 64 on rank 0; 65 on rank 1$", plan=PACKING_LENGTH + rank)
+    refused("compute_metrics is set", metrics=len if rank else None, row_ranks=2, error=ArgumentError)
+    (out / f"ended{rank}").touch()
 
 
-def test_a_fault_of_one_rank_ends_all(apart, tmp_path):
+def on_two_ranks(name, folder):
+    """Call a function on two ranks."""
+    fork_ranks(2, globals()[name], Path(folder))
+
+
+@pytest.mark.parametrize("run", [train_with_a_fault_on_one_rank, train_other_runs])
+def test_a_fault_of_one_rank_ends_all(run, apart, tmp_path):
     """With the rank's name, though the other one has given up its own comparison midway."""
-    apart(on_two_ranks, str(tmp_path), folder=tmp_path)
+    apart(on_two_ranks, run.__name__, str(tmp_path), folder=tmp_path)
 
     assert 2 == len([*tmp_path.glob("ended*")])
 

@@ -158,6 +158,7 @@ def test_values_keep_their_types_and_tell_no_secret():
     assert flat_values({"a": {}, "b": None}) == {}
     assert 4 == len(set(flat_values({"a": 1, "b": True, "c": "1", "d": 1.5}).values()))
     assert "/" not in flat_values({"a": Path("x")})["a"]
+    assert {"a": '["x", "y"]', "b": '"<object object>"'} == flat_values({"a": {"y", "x"}, "b": object()})
     assert "hf_secret" not in str(shared_values(with_trainer(hub_token="hf_secret"), {}))  # noqa: S106
 
 
