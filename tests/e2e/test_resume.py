@@ -177,6 +177,16 @@ def test_what_is_left_is_trained_by_the_settings_of_the_resumed_run(trained, res
     assert saved == {path.name for path in (tmp_path / "run").glob("checkpoint-*")}
 
 
+def test_a_checkpoint_is_evaluated_alone_by_a_run_that_ends_there(trained, resume):
+    """As docs/training.md says, with its weights, which are not trained further."""
+    sections, folder, _ = trained
+    data = {"val_jsonl": sections["custom"]["train_jsonl"]}
+    keys = {"eval_on_start": True, "max_steps": 2, "eval_strategy": "no"}
+    found = resume({**sections, "custom": sections["custom"] | data}, folder / "checkpoint-2", **keys)
+
+    assert [2] == [entry["step"] for entry in found.history if "eval_loss" in entry]
+
+
 def test_a_model_of_a_hub_is_known_by_its_name_in_another_trainer(demo):
     """And one in a folder by its files, wherever it is; one that was made in memory by nothing."""
 
