@@ -376,17 +376,17 @@ def describe_long_samples(plan: RawPlan, lengths: Lengths, setting: str) -> str:
     >>> from packplan.core.plan import build_raw_plan
     >>> plan = build_raw_plan([9, 9, 2], packing_length=4)
     >>> describe_long_samples(plan, [9, 9, 2], "max_length").split(". ")[1]
-    'With max_length 9, 95 % of the samples would fit'
+    'With max_length 9, 100 % of the samples would fit'
     """
     tokens = as_lengths(lengths, least=0)
     num_longer = int((tokens[list(plan.single_long)] > plan.packing_length).sum())
     if num_longer <= _MOST * plan.num_samples:
         return ""
-    enough = length_quantiles(np.sort(tokens[tokens > 0]))[-1]
+    enough = length_quantiles(samples := np.sort(tokens[tokens > 0]))[-1]
     return (
         f"{num_longer:,} of {counted(plan.num_samples, 'sample')} {verb_for(num_longer)} longer than a pack of "
         f"{counted(plan.packing_length, 'token')}, so each is a pack by itself, of up to {tokens.max():,} tokens. With "
-        f"{setting} {enough}, {QUANTILES[-1]} % of the samples would fit"
+        f"{setting} {enough:,}, {100 * int((samples <= enough).sum()) // len(samples)} % of the samples would fit"
     )
 
 

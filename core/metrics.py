@@ -28,29 +28,29 @@ class PackingMetrics:
     packs_by_tokens: int
     """Number of packs if all packs were full: `ceil(tokens / capacity)`."""
 
-    fill: Fraction
+    sum_of_fills: Fraction
     """Sum of `load / capacity` over all packs."""
 
-    fill_squared: Fraction
+    sum_of_squared_fills: Fraction
     """Sum of `(load / capacity)**2` over all packs."""
 
     @property
     def utilisation(self) -> float:
         """Mean fill: tokens divided by the capacity of all packs."""
-        return float(self.fill / self.num_packs)
+        return float(self.sum_of_fills / self.num_packs)
 
     @property
     def waste_ratio(self) -> float:
         """Share of the capacity of all packs that no token fills: `1 - utilisation`."""
-        return float(1 - self.fill / self.num_packs)
+        return float(1 - self.sum_of_fills / self.num_packs)
 
     @property
     def balance(self) -> float:
         """
         `1 - stdev(load / capacity) / utilisation` over all packs; 1 if all packs are equally full.
         """
-        mean = self.fill / self.num_packs
-        return 1 - sqrt(self.fill_squared / self.num_packs - mean**2) / float(mean)
+        mean = self.sum_of_fills / self.num_packs
+        return 1 - sqrt(self.sum_of_squared_fills / self.num_packs - mean**2) / float(mean)
 
     @property
     def efficiency(self) -> float:
@@ -110,8 +110,8 @@ def packing_metrics(lengths: Lengths, packs: AnyPacks, *, capacity: int, bound: 
         num_tokens=num_tokens,
         lower_bound=as_whole_number("bound", bound),
         packs_by_tokens=-(-num_tokens // capacity),
-        fill=Fraction(num_tokens, capacity),
-        fill_squared=Fraction(sum(load**2 * times for load, times in counted), capacity**2),
+        sum_of_fills=Fraction(num_tokens, capacity),
+        sum_of_squared_fills=Fraction(sum(load**2 * times for load, times in counted), capacity**2),
     )
 
 

@@ -24,9 +24,10 @@ from packplan.adapters.loaders.packs import PACK, PackOfRows
 from packplan.adapters.loaders.rows import count_supervised
 from packplan.adapters.models import Gradients, add_gradients, find_sharded_weight, replace_attributes
 from packplan.adapters.probe.small_model import error_text
-from packplan.adapters.proof.comparison import Outcome, compare
+from packplan.adapters.proof.comparison import Outcome, allow_for_cancelling, compare
 from packplan.adapters.proof.gradients import open_source
 from packplan.adapters.proof.steps import rounding_limit_of, trying_losses
+from packplan.core.config.remedies import GRADIENT_REMEDY, LOSS_REMEDY
 from packplan.core.errors import MismatchError, counted
 
 log = logging.getLogger(__name__)
@@ -71,25 +72,20 @@ def require_pack_as_alone(trainer: Any, batches: list[Mapping[str, Any]], num_it
         why = "ranks share the weights" if trainer.loss_of_samples else "the loss compares samples with each other"
         log.warning("the first pack is not compared with its samples alone, since %s", why)
         return
-    counts, fact = [_count_samples(trainer, batch) for batch in batches], None
+    packs, fact = getattr(trainer.train_packs, "plan", trainer.train_packs).packs, None
+    counts = [sum(len(packs[pack]) for pack in np.atleast_1d(batch[PACK]).tolist()) for batch in batches]
     if trainer.row_groups is not None:  # ranks that share a row compute the same microbatch
         counts = np.sum(gather_object([counts]), axis=0).tolist()
     batch = batches[counts.index(max(counts))]
     alone = f"with its samples alone, before the first step: {max(counts) + 1} forward and backward passes"
-    trainer.show(f"comparing a pack of {counted(max(counts), 'sample')} {alone}")
+    trainer.show(f"comparing a pack of {counted(max(counts), 'sample')} {alone} (none with check=False)")
     try:
         fact = _find_difference(trainer, batch, num_items, scale=len(batches))
     except Exception as error:  # noqa: BLE001  # told; what fails in training too ends the run there
         log.warning("the first pack could not be compared with its samples alone: %s", error_text(error))
     for rank, found in enumerate(gather_object([fact])):
         if found is not None:
-            message = f"{found}, on rank {rank}" if dist.is_initialized() else found
-            raise MismatchError("unlike_alone", message)
-
-
-def _count_samples(trainer: Any, batch: Mapping[str, Any]) -> int:
-    packs = getattr(trainer.train_packs, "plan", trainer.train_packs).packs
-    return sum(len(packs[pack]) for pack in np.atleast_1d(batch[PACK]).tolist())
+            raise MismatchError("unlike_alone", f"on rank {rank}, {found}" if dist.is_initialized() else found)
 
 
 def _samples_of(trainer: Any, batch: Mapping[str, Any]) -> Iterator[list[PackOfRows]]:
@@ -110,8 +106,7 @@ def _find_difference(trainer: Any, batch: Mapping[str, Any], num_items: Any, *, 
         num_items: See `require_pack_as_alone`.
         scale: Number of batches of the step, by which the trainer divides the loss.
     """
-    total: Gradients = {}
-    loss, norms, model = 0.0, 0.0, trainer.model
+    model = trainer.model
     with ExitStack() as stack:
         stack.enter_context(trying_losses(trainer, batches=scale))
         # Trainers gather metrics in their loss: no rank is to wait for one that has failed.
@@ -124,22 +119,27 @@ def _find_difference(trainer: Any, batch: Mapping[str, Any], num_items: Any, *, 
         packed = _run_shared(trainer, batch, num_items, scale)
         stack.enter_context(trainer.reference())
         weight = scale / (len(rows) if trainer.loss_of_samples == "mean" else 1)
-        for row in rows:
-            alone = trainer.collate(row)
-            own, gradients = _run(trainer, send_to_device(alone, trainer.args.device), num_items, weight)
-            # Without anything to learn, losses are 0 or NaN.
-            learns = trainer.loss_of_samples == "mean" or count_supervised(alone["labels"])
-            if learns:
-                loss, norms = loss + own, norms + add_gradients(total, gradients)
-        limit = rounding_limit_of(trainer)
-    apart = compare(Outcome(*packed), Outcome(loss, total, norms))
+
+        def run_alone() -> Outcome:
+            total: Gradients = {}
+            loss, norms = 0.0, 0.0
+            for row in rows:
+                alone = trainer.collate(row)
+                own, gradients = _run(trainer, send_to_device(alone, trainer.args.device), num_items, weight)
+                # Without anything to learn, losses are 0 or NaN.
+                if trainer.loss_of_samples == "mean" or count_supervised(alone["labels"]):
+                    loss, norms = loss + own, norms + add_gradients(total, gradients)
+            return Outcome(loss, total, norms)
+
+        alone, limit = run_alone(), rounding_limit_of(trainer)
+        apart = allow_for_cancelling(compare(Outcome(*packed), alone), alone, model, run_alone, limit=limit)
     if max(apart.loss, apart.gradients) <= limit:
         return None
-    hint = "" if trainer.compute_loss_func is None else "; compute_loss_func has to divide by num_items_in_batch"
+    remedy = GRADIENT_REMEDY if apart.loss <= limit else LOSS_REMEDY
     return (
         f"pack {rows[0][0].pack} does not train like its {counted(len(rows), 'sample')} alone: its loss is "
-        f"{packed[0]:.6g} instead of {loss:.6g}. Gradients of its embeddings differ by {apart.gradients:.2g} of their "
-        f"norm (allowed: {limit:.0e}){hint}"
+        f"{packed[0]:.6g} instead of {alone.loss:.6g}. Gradients of its embeddings differ by {apart.gradients:.2g} of "
+        f"their norm (allowed: {limit:.0e}); {remedy}"
     )
 
 

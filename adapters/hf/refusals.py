@@ -14,6 +14,7 @@ from packplan.core.batch import count_row_groups
 from packplan.core.config.refusals import active_refusals
 from packplan.core.errors import ArgumentError, counted
 from packplan.core.inspection import describe_long_samples
+from packplan.core.lengths import as_whole_number
 from packplan.core.schedule import EpochSchedule
 from packplan.core.surface import Plan
 
@@ -76,7 +77,7 @@ def refuse_misuse(trainer: Any, plan: Any, eval_plan: Any) -> None:
     if not hasattr(trainer, "get_train_dataloader") or isinstance(trainer, type):
         fact = f"use_plan(trainer, plan) takes a trainer of transformers or TRL first, not a {type(trainer).__name__}"
     elif named not in {None, "SFTTrainer", *_PREFERENCE}:
-        fact = f"{type(trainer).__name__} makes batches that no plan can replace: use packplan.hf.unpad(trainer.model)"
+        fact = f"{type(trainer).__name__} makes batches that no plan can replace: use unpad (with GRPO, also balance)"
     elif isinstance(trainer.eval_dataset, dict) and eval_plan is not None:
         fact = "eval_dataset is a dict of data sets, but eval_plan is for one data set: leave it out"
     elif trainer.train_dataset is None or (trainer.eval_dataset is None and eval_plan is not None):
@@ -88,6 +89,8 @@ def refuse_misuse(trainer: Any, plan: Any, eval_plan: Any) -> None:
                 f"{name} is of type {type(value).__name__}: pass a whole number of tokens such as 4096, or the "
                 "result of packplan.plan(lengths, packing_length)"
             )
+        elif fact is None and isinstance(value, Integral):
+            as_whole_number(name, value)  # type: ignore[arg-type]  # bools too, which it refuses
     if fact is not None:
         raise ArgumentError("host", fact)
 

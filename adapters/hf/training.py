@@ -162,8 +162,7 @@ def row_lengths(trainer: Any, rows: Any = None) -> list[int]:
         rows: Rows by index; None takes `trainer.train_dataset`.
     """
     source = _open_rows(trainer, trainer.train_dataset if rows is None else rows)
-    lengths: list[int] = source.read_facts(num_workers=trainer.args.dataloader_num_workers).lengths.tolist()
-    return lengths
+    return [*source.read_facts(num_workers=trainer.args.dataloader_num_workers).lengths.tolist()]
 
 
 def token_mean(outputs: Any, labels: torch.Tensor, num_items_in_batch: torch.Tensor | int | None = None) -> Any:
@@ -321,9 +320,8 @@ def _keep_ranks_in_step(trainer: Any, models: list[Any]) -> None:
     The other ranks wait if weights are sharded, or if DDP does not look for unused parameters.
     """
     args, rows, collate = trainer.args, trainer.train_dataset, _find_row_collator(trainer) or pad_rows
-    finds_unused = args.ddp_find_unused_parameters
-    if finds_unused is None:  # transformers' default
-        finds_unused = not args.gradient_checkpointing
+    unset = args.ddp_find_unused_parameters is None  # then transformers decides
+    finds_unused = not args.gradient_checkpointing if unset else args.ddp_find_unused_parameters
     shares = trainer.is_deepspeed_enabled or trainer.is_fsdp_enabled or find_sharded_weight(models[0]) is not None
     if args.world_size == 1 or (finds_unused and not shares) or not hasattr(models[0], "get_image_features"):
         return

@@ -30,8 +30,9 @@ from packplan.adapters.attention import NAME, set_attention
 from packplan.adapters.attention.packed_row import PADDINGS, RealTokens
 from packplan.adapters.attention.shared_rows import RowGroups, attention_for_shared_rows, share_rows, sharing_by
 from packplan.adapters.families import trained_config, trained_part
+from packplan.adapters.hf.first_pack import LocalAccelerator
 from packplan.adapters.hf.packed_calls import HOOKED, POSITIONS, TextStack, Unpadding
-from packplan.adapters.models import Gradients, add_gradients, evaluation_mode, find_sharded_weight, weight_gradients
+from packplan.adapters.models import add_gradients, evaluation_mode, find_sharded_weight, weight_gradients
 from packplan.adapters.probe.probe import probe_small_copy
 from packplan.adapters.probe.probe_row import (
     build_small_copy,
@@ -41,7 +42,7 @@ from packplan.adapters.probe.probe_row import (
     probe_sharing_copy,
 )
 from packplan.adapters.probe.small_model import error_text
-from packplan.adapters.proof.comparison import Outcome, compare
+from packplan.adapters.proof.comparison import Outcome, allow_for_cancelling, compare
 from packplan.adapters.proof.first_calls import FirstCalls, find_difference, raising_together
 from packplan.adapters.proof.steps import rounding_limit_of, trying_losses
 from packplan.core.equality import AUTO, VARLEN, AttentionChoice, choose_attention
@@ -371,29 +372,31 @@ def assert_unpadded_equal(trainer: Any, *, limit: float | None = None) -> Unpadd
         stack.enter_context(trying_losses(trainer, batches=trainer.args.gradient_accumulation_steps))
         inputs = trainer._prepare_inputs(next(iter(trainer.get_train_dataloader())))  # noqa: SLF001  # GRPO draws answers here
         before = [attrs.evolve(one.counts) for one in hooks]
-        loss, gradients = _loss_and_gradients(trainer, inputs)
+        found = _run(trainer, inputs)
         real = sum(one.counts.real - then.real for one, then in zip(hooks, before, strict=True))
         padded = sum(one.counts.padded - then.padded for one, then in zip(hooks, before, strict=True))
         for one in hooks:
             stack.enter_context(one.paused())
-        due, expected = _loss_and_gradients(trainer, inputs)
+        due = _run(trainer, inputs)
+        limit = rounding_limit_of(trainer) if limit is None else limit
+        vars(trainer).update(accelerator=LocalAccelerator(trainer.accelerator))  # other ranks may not compute again
+        apart = allow_for_cancelling(compare(found, due), due, model, lambda: _run(trainer, inputs), limit=limit)
     if not padded:
         fact = "the trainer's batch has no padding to leave out: raise per_device_train_batch_size"
         raise ArgumentError("packed_batch", fact)
-    apart = compare(Outcome(loss, gradients), Outcome(due, expected, add_gradients({}, expected)))
-    found = UnpaddedStep(loss, due, apart.gradients, real, padded)
-    limit = rounding_limit_of(trainer) if limit is None else limit
+    step = UnpaddedStep(found.loss, due.loss, apart.gradients, real, padded)
     if not max(apart.loss, apart.gradients) <= limit:
         fact = (
-            f"without padding the loss is {loss:.7g} instead of {due:.7g}, and gradients differ by "
-            f"{found.gradients:.2g} of their norm (allowed: {limit:.0e})"
+            f"without padding the loss is {step.loss:.7g} instead of {due.loss:.7g}, and gradients differ by "
+            f"{step.gradients:.2g} of their norm (allowed: {limit:.0e})"
         )
-        raise MismatchError("unlike_padded", fact, attrs.asdict(found))
-    return found
+        raise MismatchError("unlike_padded", fact, attrs.asdict(step))
+    return step
 
 
-def _loss_and_gradients(trainer: Any, inputs: Any) -> tuple[float, Gradients]:
+def _run(trainer: Any, inputs: Any) -> Outcome:
     """Return the trainer's loss of a batch, and the gradients of the weights."""
     given = dict(inputs) if isinstance(inputs, Mapping) else inputs  # trainers take labels out
     loss = trainer.compute_loss(trainer.model, given)
-    return float(loss.detach()), weight_gradients(trainer.model, loss)
+    gradients = weight_gradients(trainer.model, loss)
+    return Outcome(float(loss.detach()), gradients, add_gradients({}, gradients))

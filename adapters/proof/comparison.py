@@ -17,9 +17,9 @@ import torch.nn.functional as F  # noqa: N812  # its usual name
 from torch.autograd.graph import GradientEdge
 
 from packplan.adapters.attention.varlen import compute_dtype
-from packplan.adapters.models import Gradients, add_gradients, difference_norms, weight_gradients
+from packplan.adapters.models import Gradients, add_gradients, difference_norms, find_sharded_weight, weight_gradients
 from packplan.adapters.proof.batches import PackedBatch, Sample, Shape, shape_text
-from packplan.adapters.proof.gradients import Dependence, WatchedPass, watching_embeddings
+from packplan.adapters.proof.gradients import Dependence, WatchedPass, changed_embeddings, watching_embeddings
 from packplan.core.batch import IGNORED_LABEL
 from packplan.core.equality import EQUALITY_LIMITS, Precision, ProbeResult, loss_difference, rounding_limit
 from packplan.core.errors import ModelError
@@ -84,6 +84,9 @@ class Comparison:
 
     gradients: float
     """Norm of the difference of the gradients, divided by `norms` of the expected outcome."""
+
+    difference: float
+    """Norm of the difference of the gradients."""
 
     weight: str
     """Name of the weight whose gradient differs most."""
@@ -253,8 +256,36 @@ def compare(found: Outcome, expected: Outcome, *, median: bool = False) -> Compa
         losses=tuple(_finite_or_inf(loss_difference(*pair, term_size=expected.scale)) for pair in pairs),
         loss=_finite_or_inf(loss_difference(found.loss, expected.loss, term_size=expected.scale)),
         gradients=_finite_or_inf(difference / expected.norms if expected.norms else math.inf if difference else 0.0),
+        difference=difference,
         weight=max(by_weight, key=by_weight.__getitem__, default=""),
     )
+
+
+def allow_for_cancelling(
+    apart: Comparison, expected: Outcome, model: torch.nn.Module, again: Callable[[], Outcome], *, limit: float
+) -> Comparison:
+    """
+    Return a comparison without differences of gradients that are rounding errors of larger terms.
+
+    Terms of a gradient may cancel, such as those of two equal answers in DPO. Only their rounding
+    errors are left, which no share of the gradient's norm limits. So if gradients differ by more
+    than *limit*, they are computed again with embeddings that are changed by *limit*. Gradients may
+    then differ by as much as this change causes.
+
+    Args:
+        apart: Differences from *expected*.
+        expected: Outcome of the samples alone.
+        model: Model that computes the outcomes.
+        again: Function that computes *expected* again.
+        limit: Largest allowed relative difference.
+    """
+    if apart.gradients <= limit or find_sharded_weight(model) is not None:
+        return apart
+    with changed_embeddings(model, limit):
+        caused = math.hypot(*difference_norms(again().gradients, expected.gradients).values())
+    if not 0 < caused < math.inf:
+        return apart
+    return attrs.evolve(apart, gradients=min(apart.gradients, limit * apart.difference / caused))
 
 
 def compare_values(

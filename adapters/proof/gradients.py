@@ -220,6 +220,24 @@ def watching_embeddings(model: torch.nn.Module, packed: PackedBatch) -> Iterator
         yield watched
 
 
+@contextmanager
+def changed_embeddings(model: torch.nn.Module, share: float) -> Iterator[None]:
+    """
+    Inside this context, the absolute value of each embedded number is larger or smaller by *share*,
+    at random.
+    """
+    draw = torch.Generator().manual_seed(_SEED)
+
+    def change(_: Any, __: Any, embedded: torch.Tensor) -> torch.Tensor:
+        signs = torch.randint(2, embedded.shape, generator=draw).to(embedded) * 2 - 1
+        return embedded * (1 + share * signs)
+
+    with ExitStack() as hooks:
+        for module in _embedding_modules(model):
+            hooks.enter_context(module.register_forward_hook(change))
+        yield
+
+
 def _embedding_modules(model: torch.nn.Module) -> list[torch.nn.Module]:
     """Return all `nn.Embedding` modules, and the module that `get_input_embeddings` returns."""
     found: list[torch.nn.Module] = [module for module in model.modules() if isinstance(module, torch.nn.Embedding)]

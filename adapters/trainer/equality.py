@@ -22,7 +22,7 @@ from packplan.adapters.families import trained_config
 from packplan.adapters.loaders.packs import NORMALISER
 from packplan.adapters.models import Gradients, evaluation_mode, replace_attributes, weight_gradients
 from packplan.adapters.proof.batches import PackedBatch, Sample, next_tokens, places_by_lengths
-from packplan.adapters.proof.comparison import difference_limit, packed_and_alone, run_alone
+from packplan.adapters.proof.comparison import allow_for_cancelling, difference_limit, packed_and_alone, run_alone
 from packplan.adapters.samples.media import IMAGES, VIDEOS
 from packplan.adapters.trainer.trainer import PLAIN_LOSS, PlanTrainer, logit_inputs
 from packplan.adapters.trainer.vision import find_rope_index, media_inputs
@@ -87,8 +87,9 @@ class PackComparison:
         collated = send_to_device(trainer.data_collator([served]), trainer.accelerator.device)
         samples = self._model_samples(encoded)
         gradients = self.no_gradients_reason is None
+        run = partial(run_alone, trainer.model, samples, call=self._call_model, with_gradients=gradients)
         with using_native_attention(trainer.model, trainer.attention.native):
-            alone = run_alone(trainer.model, samples, call=self._call_model, with_gradients=gradients)
+            alone = run()
         media = _split_pixels(encoded, collated) if gradients else []
         targets = next_tokens(collated["labels"][0])  # a label that crosses a border counts for the sample before it
         packed = [attrs.evolve(one, targets=targets[span]) for one, (_, span) in zip(samples, places, strict=True)]
@@ -101,6 +102,8 @@ class PackComparison:
                 trainer.model, row, packed, alone=alone, call=self._call_model, readers=readers if gradients else (),
                 sources=media, step=partial(self._run_step, prepared, collated[NORMALISER]),
             )  # fmt: skip
+        with using_native_attention(trainer.model, trainer.attention.native):
+            apart = allow_for_cancelling(apart, alone, trainer.model, run, limit=self.limit)
         for index, (_, span), sample, own in zip(indices, places, samples, encoded, strict=True):
             yield from _diff_rows(pack, index, self._own_positions(sample.inputs), prepared["position_ids"][..., span])
             labels = torch.tensor([IGNORED_LABEL, *own["labels"][1:]])  # alone, no token comes before it to predict it

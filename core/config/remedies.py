@@ -13,6 +13,12 @@ from types import MappingProxyType
 MEASURE_AGAIN = "restore it, or measure and plan again in another folder (training.output_dir)"
 """Remedy for an input, an image or a sample that has changed since its length was measured."""
 
+LOSS_REMEDY = "divide the loss by num_items_in_batch (pairs: by their number), and do not let samples affect each other"
+"""Remedy for a pack whose loss differs from that of its samples alone."""
+
+GRADIENT_REMEDY = "the loss agrees, so check hooks, masks and position_ids: samples may affect each other"
+"""Remedy for a pack that differs from its samples alone only in its gradients."""
+
 DROP_LESS_REMEDY = "To drop less, set training.packing_drop_last: false, or lower training.packing_min_fill_ratio"
 """Remedy for a stream that drops too large a share of its tokens."""
 
@@ -28,9 +34,8 @@ REMEDIES: Mapping[str, str] = MappingProxyType(
         "unsupervised": "raise template.max_length if it truncates answers; packplan plan show RUN.yaml "
         "--sample {sample} --text shows which text of a sample is trained",
         "too_many_epochs": "lower training.max_steps or training.num_train_epochs",
-        "isolation": "train without packing (training.packing: false)",
+        **dict.fromkeys(("isolation", "probe", "unequal"), "train without packing (training.packing: false)"),
         "attention": "let the run choose another attention (model.attn_impl: auto)",
-        "probe": "train without packing (training.packing: false)",
         "stale_lengths": "measure again in another folder (training.output_dir), or delete {folder}, which has no "
         "checkpoints",
         "borrowed_lengths": "to measure here, remove training.packing_lengths_from",
@@ -47,7 +52,6 @@ REMEDIES: Mapping[str, str] = MappingProxyType(
         "locked": "wait until it is done, or raise training.packing_wait_timeout_s",
         "different_runs": "start all of them with the same YAML, options, model and packages",
         "not_finite": "lower training.learning_rate",
-        "unequal": "train without packing (training.packing: false)",
     }
 )
 """Kind of an error -> remedy. Names in braces are replaced by the error's `details`."""

@@ -20,6 +20,7 @@ import packplan as pp
 from packplan.adapters.hf.refusals import is_old_trl
 from packplan.core.errors import ArgumentError, MismatchError, StaleError
 from packplan.hf import row_lengths, use_plan
+from packplan.testing import assert_unpadded_equal
 from tests import nearness
 from tests.hosts.law import PLAIN_STEPS, Watch, arguments, fork_ranks, model_of, tokenizer
 from tests.hosts.pages import HOSTED
@@ -45,7 +46,7 @@ def columns(host):
     return texts | ({"label": draw.integers(0, 2, NUM).astype(bool).tolist()} if host == "KTOTrainer" else {})
 
 
-def trainer_of(host, out, model=None, **keys):
+def trainer_of(host, out, model=None, data=None, **keys):
     """Return a trainer as its users make it, whose reference is another model than its policy."""
     build, given = partial(model_of, "qwen2", pad_token_id=0, eos_token_id=1), {}
     keys = {"gradient_checkpointing": False, "learning_rate": 0.1, "max_length": None} | PLAIN_STEPS | keys
@@ -59,7 +60,7 @@ def trainer_of(host, out, model=None, **keys):
     if host == "KTOTrainer":
         keys = {"loss_type": "apo_zero_unpaired", "remove_unused_columns": False} | keys
     args = arguments(getattr(trl, host.replace("Trainer", "Config")), out, **keys)
-    data = Dataset.from_dict(columns(host))
+    data = Dataset.from_dict(data or columns(host))
     sets = {"train_dataset": data, "eval_dataset": data, "processing_class": tokenizer(*_WORDS)}
     return getattr(trl, host)(model or build(), args=args, **sets, **given)
 
@@ -223,6 +224,28 @@ def test_the_first_pack_is_compared_with_its_pairs(tmp_path):
         ):
             losses_of(trainer, check=check)
         assert check == all(map(torch.equal, before, trainer.model.parameters()))
+
+
+class LeaksGradients(trl.RewardTrainer):
+    """Trainer whose gradients compare the pairs of a batch a little, though its loss does not."""
+
+    def compute_loss(self, model, inputs, **_):
+        loss, outputs = super().compute_loss(model, inputs, return_outputs=True)
+        return loss + 1e-3 * (outputs.logits.max() - outputs.logits.max().detach())
+
+
+@pytest.mark.parametrize("host", ["DPOTrainer", "RewardTrainer", "LeaksGradients"])
+def test_gradients_that_cancel_are_compared(host, tmp_path):
+    """Only rounding is left of those of equal answers, but a small leak is found beside it."""
+    kind = "DPOTrainer" if host == "DPOTrainer" else "RewardTrainer"
+    texts = columns(kind)
+    data, keys = texts | {"rejected": texts["chosen"]}, {"per_device_train_batch_size": 4, "max_steps": 1}
+    trainer = trainer_of(kind, tmp_path, data=data, **keys)
+    assert_unpadded_equal(trainer)
+    if host == "LeaksGradients":
+        trainer.__class__ = LeaksGradients
+    with pytest.raises(MismatchError, match="Gradients") if host == "LeaksGradients" else nullcontext():
+        assert [pytest.approx(np.log(2))] == losses_of(trainer)
 
 
 REFUSED = {

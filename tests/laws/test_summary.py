@@ -147,7 +147,11 @@ def test_packing_efficiency_metrics_are_as_the_specification_defines_them(case):
     assert found == again
     twice, both = found + found, packing_metrics(lengths * 2, packs * 2, capacity=capacity, bound=1)
     assert (2 * len(packs), found.gap) == (twice.num_packs, pytest.approx(twice.gap))
-    assert (both.fill, both.fill_squared, both.num_tokens) == (twice.fill, twice.fill_squared, twice.num_tokens)
+    assert (both.sum_of_fills, both.sum_of_squared_fills, both.num_tokens) == (
+        twice.sum_of_fills,
+        twice.sum_of_squared_fills,
+        twice.num_tokens,
+    )
 
 
 @pytest.mark.parametrize(
