@@ -142,6 +142,7 @@ def change_planned_trainer(out):
     trainer = follow_plan(out, per_device_train_batch_size=2, max_steps=2)
     trainer.args.per_device_train_batch_size = 2
     trainer.train()
+    assert 1 == trainer.args.per_device_train_batch_size
     trainer.args.max_steps, trainer.train_dataset = 5, ROWS[:10]
     trainer.train()
 
