@@ -36,6 +36,21 @@ _MIN_SIZE = 0.01
 """Smallest initial root mean square that is assumed, since adapters and biases may begin at 0."""
 
 
+def set_media_token_ids(template: Any, processor: Any) -> None:
+    """
+    Set a template's media token ids from its processor and vocabulary.
+
+    With the ids that are built into ms-swift, an image might be encoded as a single token.
+    """
+    for name in ("image_token_id", "video_token_id"):
+        if hasattr(template, name) and hasattr(processor, name):
+            setattr(template, name, getattr(processor, name))
+    known = template.tokenizer.get_vocab()
+    for name in ("begin_of_image", "end_of_image", "begin_of_video", "end_of_video"):
+        if hasattr(template, f"{name}_token") and f"<|{name}|>" in known:
+            setattr(template, f"{name}_token", known[f"<|{name}|>"])
+
+
 @contextmanager
 def evaluation_mode(model: torch.nn.Module) -> Iterator[None]:
     """

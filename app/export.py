@@ -13,7 +13,7 @@ from pathlib import Path
 
 from packplan.app.cli.command import add_logging_options, command_parser, parse_ranks, run_command, run_program
 from packplan.app.opening.commands import resolve_command, split_command
-from packplan.app.plan.build import build_command
+from packplan.app.plan.build import add_left_out_option, build_command
 from packplan.core.errors import ConfigError, counted
 
 
@@ -23,6 +23,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("source", metavar="swift sft ...", help="the ms-swift command, at the end")
     parser.add_argument("--cached-dataset", type=Path, required=True, metavar="FOLDER", help="folder to make")
     parser.add_argument("--world-size", type=parse_ranks, metavar="N", help="ranks (default: as in the command)")
+    add_left_out_option(parser)
     add_logging_options(parser)
     own, words = split_command(arguments)
     options = parser.parse_intermixed_args(own)
@@ -41,7 +42,7 @@ def run(options: argparse.Namespace, words: Sequence[str]) -> None:
             "has rows that are encoded in full to be measured: write them with swift export --to_cached_dataset true"
         )
         raise ConfigError.for_key("--cached-dataset", reason)
-    splits = build_command(config)
+    splits = build_command(config, most_left_out=options.allow_left_out)
     from packplan.app.opening.command_rows import export_rows  # loads ms-swift
 
     numbers = export_rows(splits, folder)

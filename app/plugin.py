@@ -9,21 +9,13 @@ batches, without computing padding. The arguments may end with an ms-swift comma
 the plugin refuses every other plan.
 """
 
-from functools import partial
 from pathlib import Path
 from typing import Any
 
-from packplan.app.cli.command import (
-    add_logging_options,
-    command_parser,
-    parse_number,
-    parse_ranks,
-    run_command,
-    run_program,
-)
+from packplan.app.cli.command import add_logging_options, command_parser, parse_ranks, run_command, run_program
 from packplan.app.opening.commands import resolve_command, split_command
 from packplan.app.opening.stores import write_new_file
-from packplan.app.plan.build import build_command
+from packplan.app.plan.build import add_left_out_option, build_command
 from packplan.app.planning.log_lines import row_checksum
 from packplan.core.errors import ConfigError
 
@@ -31,7 +23,7 @@ _TEXT = '''"""Trains the packs of a plan inside ms-swift: swift sft ... --packin
 
 from packplan.app.plugin import install
 
-install({options})
+{plan}install({options})
 '''
 
 
@@ -50,10 +42,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument(
         "--any-version", action="store_true", help="let the plugin run with untested versions of the tool"
     )
-    parser.add_argument(
-        "--allow-left-out", type=partial(parse_number, most=100), metavar="PERCENT",
-        help="largest percentage of the training rows that ms-swift may leave out (default: 1)",
-    )  # fmt: skip
+    add_left_out_option(parser)
     parser.add_argument("--no-check", action="store_true", help="do not compare the first pack with its samples alone")
     parser.add_argument(
         "--sequence-parallel-size", choices=["auto"], metavar="auto",
@@ -71,6 +60,7 @@ def main(arguments: list[str] | None = None) -> int:
     def command() -> None:
         output: Path = options.output
         given: dict[str, Any] = {}
+        plan = ""
         most: int | None = options.max_sequence_parallel_size
         if most is not None and (not options.sequence_parallel_size or most & (most - 1)):
             reason = f"is {most}, but has to be a power of two, and needs --sequence-parallel-size auto"
@@ -81,7 +71,9 @@ def main(arguments: list[str] | None = None) -> int:
             config = resolve_command(
                 [options.source, *words], world_size=options.world_size, degrees=given.get("degrees", 1)
             )
-            given["checksum"] = row_checksum(build_command(config)[0], with_lengths=True)
+            train = build_command(config, most_left_out=options.allow_left_out)[0]
+            plan = f"# Plan {row_checksum(train)[:12]}. The checksum also covers the length of each row.\n"
+            given["checksum"] = row_checksum(train, with_lengths=True)
         if options.any_version:
             given["any_version"] = True
         if options.no_check:
@@ -89,7 +81,7 @@ def main(arguments: list[str] | None = None) -> int:
         if options.allow_left_out is not None:
             given["max_left_out"] = options.allow_left_out / 100
         called = ", ".join(f"{name}={value!r}" for name, value in given.items())
-        write_new_file(output, _TEXT.format(name=output.name, options=called))
+        write_new_file(output, _TEXT.format(name=output.name, plan=plan, options=called))
         print(f"{output}: add --packing true --external_plugins {output} to swift sft, pt, or rlhf (dpo, kto)")
         print("other types of swift rlhf use the plugin without --packing, and then compute no padding")
 

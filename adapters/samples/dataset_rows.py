@@ -8,13 +8,15 @@ embeddings and rerankers. Rows that ms-swift made by splitting long texts are al
 """
 
 from collections.abc import Sequence
-from functools import partial
+from functools import cached_property, partial
 from itertools import chain
 from pathlib import Path
 from typing import Any
 
 import attrs
+import numpy as np
 import PIL.Image
+from numpy.typing import NDArray
 from swift.template import StdTemplateInputs, Template, TemplateInputs
 from swift.template.vision_utils import _check_path, load_file
 
@@ -45,17 +47,17 @@ _IMAGE_PATH = "<img>"
 class DatasetRowsFile(RecordFile):
     """Sequences of a data set's rows; the two sequences of a pair have consecutive indices."""
 
-    def __init__(self, rows: Any, *, name: str, sequences_per_row: int) -> None:
+    def __init__(self, rows: Any, *, files: Sequence[str], sequences_per_row: int) -> None:
         """
         Provide the rows of a data set as sequences.
 
         Args:
             rows: Rows of the data set, a `datasets.Dataset`.
-            name: Name of the data set in messages.
+            files: Values of `--dataset` or `--val_dataset`.
             sequences_per_row: 2 if a row is a pair of sequences, else 1.
         """
-        self.rows, self.sequences_per_row = rows, sequences_per_row
-        self.name, self.folder = name, ""
+        self.rows, self.sequences_per_row, self._files = rows, sequences_per_row, files
+        self.name, self.folder = " and ".join(files), ""
 
     def __len__(self) -> int:
         return len(self.rows) * self.sequences_per_row
@@ -78,8 +80,29 @@ class DatasetRowsFile(RecordFile):
         return digest_record(self[row])
 
     def location(self, row: int) -> RecordLocation:
-        """Return the data set and the number, from 1, of the row that sequence *row* belongs to."""
-        return RecordLocation(self.name, row // self.sequences_per_row + 1, self.unit)
+        """
+        Return the file and the line of sequence *row*; or the number, from 1, of its row in the
+        data set, if files are not JSON Lines, or ms-swift has left out lines or split texts.
+        """
+        number, order = row // self.sequences_per_row, self.rows._indices  # noqa: SLF001  # no public way
+        at = number if order is None else order.column(0)[number].as_py()
+        for file, lines in self._lines:
+            if at < len(lines):
+                return RecordLocation(file, int(lines[at]))
+            at -= len(lines)
+        return RecordLocation(self.name, number + 1, self.unit)
+
+    @cached_property
+    def _lines(self) -> list[tuple[str, NDArray[np.int64]]]:
+        """Numbers of the lines of each file; empty if the rows are not those of all lines."""
+        if not all(file.endswith(".jsonl") and Path(file).is_file() for file in self._files):
+            return []
+        found = []
+        for file in self._files:
+            with Path(file).open("rb") as lines:
+                found.append((file, np.array([number for number, line in enumerate(lines, 1) if line.strip()])))
+        total = len(self.rows._data)  # noqa: SLF001  # no public way
+        return found if total == sum(len(numbers) for _, numbers in found) else []
 
     def save_digests(self) -> None:
         """Do nothing, since ms-swift builds the rows again at each start."""
@@ -99,9 +122,9 @@ class DatasetRowsEncoder(SwiftEncoder):
             rows: Rows of the data set, a `datasets.Dataset`.
         """
         self.config, self.template, self.paths, self.cache, self._media = config, template, (), None, None
-        name = " ".join(config.custom.train_jsonl if split == "train" else config.custom.val_jsonl)
+        files = config.custom.train_jsonl if split == "train" else config.custom.val_jsonl
         self.rows, self.records_per_sample = rows, 2 if config.command and config.command.sequences_per_row == 2 else 1
-        self.records = FileRecords([DatasetRowsFile(rows, name=name, sequences_per_row=self.records_per_sample)])
+        self.records = FileRecords([DatasetRowsFile(rows, files=files, sequences_per_row=self.records_per_sample)])
         PIL.Image.MAX_IMAGE_PIXELS = config.custom.max_image_pixels
         self._kind = "split texts" if "input_ids" in rows.column_names else template.task_type
 

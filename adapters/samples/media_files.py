@@ -83,7 +83,8 @@ def read_image_size(image: ImageSource, *, decode: bool = False) -> tuple[int, i
                     return opened.size
         reason = f"the image {path} is a folder, a pipe or a device: name an image file"
     except FileNotFoundError:
-        reason = f"the image {path} does not exist: relative paths start at the folder of the data file"
+        where = "at ROOT_IMAGE_DIR, else at the folder of the data file"
+        reason = f"the image {path} does not exist: relative paths start {where}"
     except (Image.DecompressionBombError, Image.DecompressionBombWarning):
         most = f"{Image.MAX_IMAGE_PIXELS:,}"
         reason = f"the image {path} has more than {most} pixels: shrink it, or raise custom.max_image_pixels"

@@ -17,6 +17,7 @@ from swift.template import StdTemplateInputs, Template
 
 from packplan.adapters.families import leaves_images_to_model, may_probe_template
 from packplan.adapters.model_folder import PROCESSING_FILES, damaged_json_reason
+from packplan.adapters.models import set_media_token_ids
 from packplan.adapters.samples.arguments import (
     RunArguments,
     refuse_remote_code,
@@ -139,7 +140,7 @@ def open_template(
     opened._replace_image_tags = _return_inputs  # noqa: SLF001  # no public way
     if leaves_images_to_model(arguments.template):
         opened._post_encode = _return_inputs  # noqa: SLF001  # no public way
-    _set_media_token_ids(opened, processor)
+    set_media_token_ids(opened, processor)
     set_video_sampling(opened, template)
     opened._get_model = partial(_template_model, opened, arguments)  # noqa: SLF001  # no public way
     _stop_clock(opened, template)
@@ -244,21 +245,6 @@ def _template_model(template: Template, arguments: RunArguments) -> Any:
         with torch.device("meta"):
             template.dummy_model, _ = arguments.get_model_processor(return_dummy_model=True)
     return template.dummy_model if template.model is None else template.model
-
-
-def _set_media_token_ids(template: Template, processor: Any) -> None:
-    """
-    Set a template's media token ids from its processor and vocabulary.
-
-    With the ids that are built into ms-swift, an image might be encoded as a single token.
-    """
-    for name in ("image_token_id", "video_token_id"):
-        if hasattr(template, name) and hasattr(processor, name):
-            setattr(template, name, getattr(processor, name))
-    known = template.tokenizer.get_vocab()
-    for name in ("begin_of_image", "end_of_image", "begin_of_video", "end_of_video"):
-        if hasattr(template, f"{name}_token") and f"<|{name}|>" in known:
-            setattr(template, f"{name}_token", known[f"<|{name}|>"])
 
 
 def _refuse_unknown_names(template: TemplateConfig) -> None:

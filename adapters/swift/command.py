@@ -21,7 +21,7 @@ from swift.utils import get_device_count, parse_args
 
 from packplan.adapters.config.trainer_keys import deepspeed_file
 from packplan.adapters.files import broken_lines
-from packplan.adapters.models import replace_attributes
+from packplan.adapters.models import replace_attributes, set_media_token_ids
 from packplan.adapters.swift.packs import ALGORITHMS
 from packplan.core.batch import count_row_groups
 from packplan.core.config.refusals import active_refusals
@@ -38,7 +38,7 @@ from packplan.core.config.run import (
 from packplan.core.config.tuners import decides_weights
 from packplan.core.errors import ConfigError, Fault
 
-_COMMANDS: Mapping[str, tuple[type[Any], type[Any]]] = {
+COMMANDS: Mapping[str, tuple[type[Any], type[Any]]] = {
     "pt": (PretrainArguments, SwiftPretrain), "rlhf": (RLHFArguments, SwiftRLHF), "sft": (SftArguments, SwiftSft),
 }  # fmt: skip
 """
@@ -106,6 +106,7 @@ class DryRun:
 
     def _prepare_template(self) -> None:
         super()._prepare_template()  # type: ignore[misc]  # of ms-swift
+        set_media_token_ids(self.template, self.processor)
         self.template.set_mode("train")  # halves of pairs are encoded one by one
         self.template.packing = self.template.padding_free = True
 
@@ -133,7 +134,7 @@ def open_pipeline(arguments: Any) -> DryRun:
     Raises:
         ConfigError: ms-swift cannot load the processor or the template.
     """
-    _, kind = next(one for one in _COMMANDS.values() if isinstance(arguments, one[0]))
+    _, kind = next(one for one in COMMANDS.values() if isinstance(arguments, one[0]))
     with _wrap_swift_errors():
         opened: DryRun = type(kind.__name__, (DryRun, kind), {})(arguments)
     return opened
@@ -162,7 +163,7 @@ def read_command(
         ConfigError: ms-swift refuses the command, or its arguments contradict a plan.
         ArgumentError: The processes cannot share rows or packs as the arguments say.
     """
-    (kind, _), given = _COMMANDS[task], list(words)
+    (kind, _), given = COMMANDS[task], list(words)
     unplanned = {name: lambda _: None for name in _SKIPPED_METHODS if hasattr(kind, name)}
     check = {"_check_padding_free": lambda arguments: prepare_arguments(arguments, degrees=degrees)}
     with (

@@ -1,6 +1,7 @@
 """Plugin that makes ms-swift's training commands plan packs and train them; see `install`."""
 
 import math
+import sys
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, Literal
@@ -13,6 +14,7 @@ from swift.pipelines.train import sft
 from swift.utils import is_master
 
 from packplan.adapters.loaders.rows import require_supervised_rows
+from packplan.adapters.models import set_media_token_ids
 from packplan.adapters.swift.command import (
     loading_rows,
     prepare_arguments,
@@ -29,6 +31,7 @@ from packplan.core.errors import (
     DataSetError,
     NotBuiltError,
     PackplanError,
+    VerificationError,
     counted,
     fit_lines,
     verb_for,
@@ -93,16 +96,18 @@ def _as_method(step: Callable[..., Any]) -> Callable[..., Any]:
     """
     Return *step* as a plain function, which a class can have as a method.
 
-    A PackplanError raised by *step* ends the process with the error's message, without a traceback.
-    Errors in arguments, which are the same on all ranks, are printed by rank 0 only.
+    A PackplanError raised by *step* ends the process with the error's message, without a traceback,
+    and with the exit status of Packplan's own commands. Errors in arguments, which are the same on
+    all ranks, are printed by rank 0 only.
     """
 
     def method(*given: Any, **options: Any) -> Any:
         try:
             return step(*given, **options)
         except PackplanError as error:
-            explains = is_master() or not isinstance(error, (ArgumentError, ConfigError))
-            raise SystemExit(f"packplan: {name_arguments(str(error))}" if explains else 1) from error
+            if is_master() or not isinstance(error, (ArgumentError, ConfigError)):
+                print(f"packplan: {name_arguments(str(error))}", file=sys.stderr, flush=True)
+            raise SystemExit(3 if isinstance(error, VerificationError) else 2) from error
 
     return method
 
@@ -110,7 +115,10 @@ def _as_method(step: Callable[..., Any]) -> Callable[..., Any]:
 def _load_rows(load: Callable[[Any], Any], pipeline: Any) -> Any:
     """
     Return the rows that *load*, a step of ms-swift's pipeline, reads; ConfigError if it fails.
+
+    The template, which is open by then, gets the media tokens of the model.
     """
+    set_media_token_ids(pipeline.template, pipeline.processor)
     with loading_rows(pipeline.args):
         return load(pipeline)
 
@@ -192,12 +200,11 @@ class _PlannedPipeline:
     def _report_left_out(self, arguments: Any, name: str, number: int, num_rows: int) -> None:
         """Print the number of rows left out; DataSetError if their share exceeds `max_left_out`."""
         rows = f"{number:,} of {counted(num_rows, 'row')} of {name} ({number / num_rows:.1%}) {verb_for(number)}"
-        text = f"--max_length is {arguments.max_length:,}, and {rows} left out: too long, or not encodable"
-        if arguments.packing:
-            text += f". To train longer rows, raise --max_length, and set --packing_length {arguments.packing_length}"
-            if name == "training" and number > self.max_left_out * num_rows:
-                percent = math.ceil(100 * number / num_rows)
-                raise DataSetError(f"{text}; packplan plugin swift --allow-left-out {percent} trains without them")
+        text = f"{rows} left out: longer than --max_length ({arguments.max_length:,}), or not encodable"
+        text += "; packplan plan build, before the same command, and then packplan plan show --all, name each of them"
+        if arguments.packing and name == "training" and number > self.max_left_out * num_rows:
+            percent = math.ceil(100 * number / num_rows)
+            raise DataSetError(f"{text}. packplan plugin swift --allow-left-out {percent} trains without them")
         report(f"warning: {text}")
 
     def pack(self, pipeline: Any, data_sets: list[Any]) -> list[Any]:
@@ -219,7 +226,7 @@ class _PlannedPipeline:
             report(f"warning: {text}")
         found = plan_checksum(packs.plan.packs, lengths=packs.plan.lengths)
         if self.checksum not in (None, found):
-            fact = f"the plan's checksum is {found[:12]} instead of {self.checksum[:12]}"
+            fact = f"the checksum of packs and lengths is {found[:12]} instead of {self.checksum[:12]}"
             raise DataSetError(f"{fact}, since data or arguments have changed: write the plugin again")
         return packed
 

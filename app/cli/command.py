@@ -112,9 +112,10 @@ def parse_arguments(parser: argparse.ArgumentParser, arguments: list[str] | None
         from packplan.adapters.config.run import advise_overrides
 
         advice = advise_overrides(wrong, section="grpo" if parser.prog.endswith(" rl") else "training")
-        how = "; torchrun starts ranks: torchrun --nproc-per-node N -m packplan.app.sft run.yaml"
-        advice = how if wrong[0].startswith(("--nproc", "--nnodes")) else advice
-        getattr(options, "parser", parser).error(f"unrecognized arguments: {' '.join(wrong)}{advice}")
+        parser = getattr(options, "parser", parser)
+        how = f"; torchrun starts ranks: torchrun --nproc-per-node N -m {parser.prog.replace(' ', '.app.', 1)} run.yaml"
+        advice = how if wrong[0].startswith(("--nproc", "--nnodes", "--world")) else advice
+        parser.error(f"unrecognized arguments: {' '.join(wrong)}{advice}")
     options.overrides += others
     return options
 

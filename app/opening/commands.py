@@ -10,15 +10,17 @@ import logging
 import os
 import re
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from dataclasses import fields
+from difflib import get_close_matches
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from packplan.adapters.progress import loading_libraries
 from packplan.adapters.ranks.environment import read_world_size
-from packplan.app.opening.runs import read_config
-from packplan.core.config.run import COMMAND, RunConfig
+from packplan.app.opening.runs import read_config, starts_swift_command
+from packplan.core.config.run import COMMAND, HostCommand, RunConfig
 from packplan.core.errors import ConfigError, Fault
 
 if TYPE_CHECKING:
@@ -26,8 +28,8 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-_PROGRAM = re.compile(r"swift|torchrun|accelerate|deepspeed|python[\d.]*")
-"""Names of programs that start an ms-swift command."""
+_DATA_SUFFIXES = (".jsonl", ".json", ".csv", ".txt", ".parquet", ".arrow")
+"""Suffixes of data files."""
 
 _ENTRY = re.compile(r"(?:.*[/.])?swift[/.]cli[/.](\w+?)(?:\.py)?")
 """Module or file that trains without the program `swift`, such as `swift.cli.sft`."""
@@ -57,11 +59,6 @@ def require_traceable(config: RunConfig) -> None:
         faults.append(Fault("--per_device_train_batch_size", reason))
     if faults:
         raise ConfigError(COMMAND, tuple(faults))
-
-
-def starts_swift_command(word: str) -> bool:
-    """Return whether a word is a program that starts an ms-swift command, and not a YAML."""
-    return bool(_PROGRAM.fullmatch(Path(word).name)) and ("/" not in word or Path(word).is_file())
 
 
 def split_command(given: Sequence[str] | None, *, skip: int = 0) -> tuple[list[str], list[str]]:
@@ -119,13 +116,43 @@ def resolve_command(words: Sequence[str], *, world_size: int | None = None, degr
         raise ConfigError(COMMAND, (Fault("torchrun", "starts several ranks, but one process plans: leave it out"),))
     launcher, task, arguments = _split_words(words)
     with loading_libraries():
-        from packplan.adapters.swift.command import read_command
+        from packplan.adapters.swift.command import COMMANDS, read_command
 
+    known = [field.name for field in fields(COMMANDS[task][0])]
+    if unknown := [*_unknown_flags(arguments, known)]:
+        raise ConfigError(COMMAND, tuple(unknown))
     count = partial(_count_started_ranks, launcher)
     _, run = read_command(task, arguments, world_size=world_size, count_started=count, degrees=degrees)
-    if run.command and not {word.partition("=")[0] for word in run.command.words} & {"--packing", "--padding_free"}:
+    names = {"--dataset": run.custom.train_jsonl, "--val_dataset": run.custom.val_jsonl}
+    missing = [(flag, name) for flag, values in names.items() for name in values if _is_missing_file(name)]
+    if missing:
+        reason = "is {}, which does not exist: name an existing file"
+        raise ConfigError(COMMAND, tuple(Fault(flag, reason.format(name)) for flag, name in missing))
+    if run.command and lacks_packing(run.command):
         log.warning("the command lacks --packing true, without which ms-swift trains no packs: add it")
     return run
+
+
+def lacks_packing(command: HostCommand) -> bool:
+    """Return whether no word of an ms-swift command makes packs."""
+    return not {word.partition("=")[0] for word in command.words} & {"--packing", "--padding_free"}
+
+
+def _unknown_flags(words: Sequence[str], known: Sequence[str]) -> Iterator[Fault]:
+    """Yield each flag that begins no known name; ms-swift would report a missing flag first."""
+    for flag in (word.partition("=")[0] for word in words if word.startswith("--")):
+        name = flag.removeprefix("--").removeprefix("no_").replace("-", "_")
+        if not any(one.startswith(name) for one in known):
+            similar = "".join(f"write --{one}, or " for one in get_close_matches(name, known, 1))
+            yield Fault(flag, f"is not an argument of ms-swift: {similar}remove it")
+
+
+def _is_missing_file(name: str) -> bool:
+    """Return whether a data set looks like a path, and not like an id of a hub, but is missing."""
+    named, _, count = name.rpartition("#")
+    path = Path(named if named and count.isdecimal() else name)
+    is_path = path.suffix in _DATA_SUFFIXES or name.startswith(("/", ".", "~"))
+    return is_path and "::" not in name and not path.expanduser().exists()
 
 
 def _split_words(words: Sequence[str]) -> tuple[list[str], str, list[str]]:

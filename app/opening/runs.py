@@ -6,6 +6,7 @@ If the model or data is missing, the run is refused before slow libraries are im
 
 import contextlib
 import os
+import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import chain
 from pathlib import Path
@@ -30,6 +31,15 @@ from packplan.core.samples.urls import is_url, mask_credentials
 Run = TypeVar("Run", bound=RunConfig)
 
 
+_PROGRAM = re.compile(r"swift|torchrun|accelerate|deepspeed|python[\d.]*")
+"""Names of programs that start an ms-swift command."""
+
+
+def starts_swift_command(word: str) -> bool:
+    """Return whether a word is a program that starts an ms-swift command, and not a YAML."""
+    return bool(_PROGRAM.fullmatch(Path(word).name)) and ("/" not in word or Path(word).is_file())
+
+
 def read_config(path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
     """
     Read the YAML of a run, and resolve its model, data and mixes to files on this machine.
@@ -43,6 +53,9 @@ def read_config(path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
     Raises:
         ConfigError: The configuration has faults; the error lists all of them.
     """
+    if starts_swift_command(str(path)):
+        reason = "starts an ms-swift command, which plugin, export and plan (but not plan time) take: name a YAML"
+        raise ConfigError(str(path), (Fault("", reason),))
     return resolve_inputs(parse_config(read_document(Path(path)), str(path), trainer_keys(), overrides=overrides))
 
 

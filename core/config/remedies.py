@@ -64,6 +64,7 @@ _PHRASES: Mapping[str, str] = MappingProxyType(
         "(model.attn_impl: auto)": "(leave --attn_impl out)",
         ", or raise training.packing_wait_timeout_s": "",
         ", or raise custom.max_image_pixels": "",
+        "else at the folder of the data file": "else where the command runs",
         "custom.on_bad_record: skip": "--strict false",
         " RUN.yaml": "",
     }

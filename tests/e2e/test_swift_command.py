@@ -54,15 +54,12 @@ SCHEDULE = {
 
 
 @pytest.fixture(autouse=True, scope="module")
-def _own_caches(tmp_path_factory, demo):
+def _own_caches(tmp_path_factory):
     """Keep caches in the test."""
-    tokenizer = AutoTokenizer.from_pretrained(demo / "models" / "qwen2_5_vl")
     variables = {"NPROC_PER_NODE": "2", "NNODES": "1", "MODELSCOPE_CACHE": str(tmp_path_factory.mktemp("modelscope"))}
     with pytest.MonkeyPatch.context() as patch:
         for name, text in variables.items():
             patch.setenv(name, text)
-        for name in ("image", "video"):
-            patch.setattr(Qwen2VLTemplate, f"{name}_token_id", tokenizer.convert_tokens_to_ids(f"<|{name}_pad|>"))
         yield
 
 
@@ -111,8 +108,16 @@ def user(content: object) -> dict[str, object]:
 def export_by_swift(words: list[str], to: Path, *more: str) -> Dataset:
     """Export the rows of a command by ms-swift itself, and return them with their lengths."""
     kept = ("--model", "--model_type", "--template", "--dataset", "--max_length", "--torch_dtype")
-    asked = [word for flag in kept for word in (flag, value(words, flag))]
-    export_main([*asked, *more, "--to_cached_dataset", "true", "--output_dir", str(to)])
+    return export_alone([word for flag in kept for word in (flag, value(words, flag))] + [*more], to)
+
+
+def export_alone(asked: list[str], to: Path) -> Dataset:
+    """The same for other words; ms-swift has other media tokens than the tiny model."""
+    tokenizer = AutoTokenizer.from_pretrained(value(asked, "--model"))
+    with pytest.MonkeyPatch.context() as patch:
+        for name in ("image", "video"):
+            patch.setattr(Qwen2VLTemplate, f"{name}_token_id", tokenizer.convert_tokens_to_ids(f"<|{name}_pad|>"))
+        export_main([*asked, "--to_cached_dataset", "true", "--output_dir", str(to)])
     return load_from_disk(to / "train")
 
 
@@ -121,7 +126,11 @@ def run(capsys):
     """Return a function that runs a command of a plan, and returns what it prints."""
 
     def call(name: str, *words: str, status: int = 0):
-        assert status == (export.main([f"--{name}", *words]) if name == "cached-dataset" else plan([name, *words]))
+        few = ["--allow-left-out", "10"]
+        if name == "cached-dataset":
+            assert status == export.main([*few, f"--{name}", *words])
+        else:
+            assert status == plan([name, *(few if name == "build" else ()), *words])
         return capsys.readouterr()
 
     return call
@@ -134,6 +143,7 @@ def test_a_cached_data_set_is_ms_swift_s_and_its_packs_are_the_plan_s(command, t
     mode = "rlhf" if kind == "pairs" else "train"
 
     built = run("cached-dataset", str(ours), *words).err
+    assert "in full" not in built, "as fast as a YAML"
     expected = export_by_swift(words, tmp_path / "theirs", "--template_mode", mode, *more.split())
     found = load_from_disk(ours)
 
@@ -214,9 +224,8 @@ def test_rows_of_every_shape_are_as_long_as_ms_swift_says(demo, tmp_path, monkey
 
     assert "rows with boxes, videos, sound or <img> are encoded in full" in run("cached-dataset", *exported).err
     assert "--cached-dataset is" in run("cached-dataset", *exported, status=2).err, "a folder that exists"
-    export_main([*asked, "--to_cached_dataset", "true", "--output_dir", str(tmp_path / "theirs")])
 
-    expected = load_from_disk(tmp_path / "theirs" / "train")
+    expected = export_alone(asked, tmp_path / "theirs")
     assert len(shapes) == len(expected)
     assert list(expected) == list(load_from_disk(tmp_path / "ours"))
 
@@ -239,17 +248,20 @@ def test_every_command_of_a_plan_takes_a_command_of_ms_swift(command, tmp_path, 
     lengths = ["--max-length", f"{PACKING_LENGTH},400"]
     rows = json.loads(run("whatif", *lengths, "--json", *words).out)["alternatives"]
     assert "blue circle" in run("show", "--sample", "5", "--text", *words).out
-    assert 0 == plugin.main(["swift", "-o", str(tmp_path / "plugin.py"), *words])
+    assert 0 == plugin.main(["swift", "--allow-left-out", "8", "-o", str(tmp_path / "plugin.py"), *words])
 
     assert "on 2 ranks" in built
     assert "the stored plan is still valid, and is used again" in again
     assert [False, True] == ["lacks --packing true" in text for text in (built, again)]
     told = [[line for line in text.splitlines() if "steps an epoch" in line] for text in (built, again, of_keys)]
     assert told[0] == told[1] == told[2] != []
-    assert "to train   the command with --external_plugins plugin.py" in again
+    assert "to train   the command with --packing true --external_plugins plugin.py" in again
+    assert "to train   the command with --external_plugins plugin.py" in built
     assert [2, 2] == [row["world_size"] for row in rows]
     assert rows[0]["plan"]["num_packs"] > rows[1]["plan"]["num_packs"]
-    assert "install(checksum='" in (tmp_path / "plugin.py").read_text()
+    (shown,) = re.findall(r"^  plan +(\w{12})$", built, re.MULTILINE)
+    assert f"# Plan {shown}. " in (written := (tmp_path / "plugin.py").read_text())
+    assert "install(checksum='" in written
     shares, shards = ["--sequence_parallel_size", "2"], ["--deepspeed", "zero2"]
     monkeypatch.setenv("NPROC_PER_NODE", "4")
     monkeypatch.setenv("NNODES", "1")
@@ -263,13 +275,23 @@ def test_every_command_of_a_plan_takes_a_command_of_ms_swift(command, tmp_path, 
 
 def test_a_plugin_of_a_plan_counts_the_slots_of_shared_packs(command, tmp_path, capsys):
     """As in training; what cannot share packs is refused before anything is measured."""
-    sharing = ["swift", "--sequence-parallel-size", "auto", "--world-size", "2", "-o", str(tmp_path / "plugin.py")]
+    sharing = [
+        "swift",
+        "--allow-left-out",
+        "8",
+        "--sequence-parallel-size",
+        "auto",
+        "--world-size",
+        "2",
+        "-o",
+        str(tmp_path / "plugin.py"),
+    ]
     words = [*command("images"), "--per_device_train_batch_size", "1"]
 
     assert 0 == plugin.main([*sharing, *words])
 
     assert re.search(r"shared +.* on 2 ranks; \d+ slots an epoch; no rank computes more", capsys.readouterr().err)
-    assert re.search(r"install\(degrees='auto', checksum='\w+'\)", (tmp_path / "plugin.py").read_text())
+    assert re.search(r"install\(degrees='auto', checksum='\w+'", (tmp_path / "plugin.py").read_text())
     four = ["--max-sequence-parallel-size", "4", *words]
     for refused, said in ((command("pairs"), "--rlhf_type is dpo"), (command("images"), "_batch_size is 5"),
                           (four, "power of two that divides the 2 ranks")):  # fmt: skip
@@ -308,18 +330,24 @@ def test_split_texts_are_planned_as_they_are_trained(command, run):
     assert 0 == plans[1]["long_samples"]
 
 
-def test_rows_that_ms_swift_leaves_out_are_counted_and_named(command, run):
+def test_rows_that_ms_swift_leaves_out_are_counted_and_named(command, run, capsys, tmp_path):
     """Rows that are too long, or whose image is absent; with --strict true the first one stops."""
     words = command("images", bad=True)
 
     left = run("build", *words).err
+    assert 2 == plan(["build", *words]) == plugin.main(["swift", "-o", str(tmp_path / "plugin.py"), *words])
+    refused = capsys.readouterr().err.split("error: ")[1:]
+    assert f"4 of {NUM_ROWS} records cannot become samples and are left out: " in refused[0]
+    assert "lists them. To leave them out, put --allow-left-out 10 after packplan plan build" in refused[0]
+    assert refused[0].splitlines()[0] == refused[1].splitlines()[0]
     stopped = run("build", *elsewhere(words), "--strict", "true", status=2).err
 
     assert f"{LONGER + 1} of {NUM_ROWS} records" in left
     assert "MaxLengthError" in left
     assert "packplan plan show --all lists them" in " ".join(left.split())
-    assert "absent.png" in run("show", "--all", *words).out
-    assert ".jsonl, row " in stopped
+    shown = " ".join(run("show", "--all", *words).out.split())
+    assert ".jsonl, line 39: the image absent.png does not exist: relative paths start at ROOT_IMAGE_DIR" in shown
+    assert ".jsonl, line " in stopped
 
 
 def test_stored_lengths_are_those_of_the_rows_that_ms_swift_keeps(command, run):
@@ -345,7 +373,7 @@ def test_a_row_changes_with_the_size_of_its_video(tmp_path):
 
     def digests() -> list[str]:
         records = FileRecords(
-            [DatasetRowsFile(Dataset.from_list([row]), name="rows", sequences_per_row=1) for row in rows]
+            [DatasetRowsFile(Dataset.from_list([row]), files=["rows"], sequences_per_row=1) for row in rows]
         )
         return [records.record_digest(index) for index in range(len(rows))]
 
@@ -370,7 +398,8 @@ def elsewhere(words: list[str]) -> list[str]:
         ("{text} --streaming true --max_steps 4", "--streaming "),
         ("swift rlhf {given} --rlhf_type orpo", "--rlhf_type is orpo, whose rows are not packed: leave --packing"),
         ("swift rlhf {given} --rlhf_type gkd --teacher_model m --deepspeed zero3", "is gkd, which generates answers"),
-        ("{text} --max_lenght 7", "--max_lenght "),
+        ("swift sft --max_lenght 7", "--max_lenght is not an argument of ms-swift: write --max_length, or"),
+        ("{text} --dataset absent.jsonl#9", "--dataset is absent.jsonl#9, which does not exist"),
         ("{text} --tuner_type full --max_length many", "ms-swift "),
     ],
 )

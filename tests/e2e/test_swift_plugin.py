@@ -498,7 +498,7 @@ def test_rows_are_planned_as_ms_swift_gives_them(name, length, more, ran):
     found, change = run.plan(length), len(run.rows()) - NUM
     run.assert_planned(found, found.schedule(seed=42))
     assert change
-    assert more == (change > 0) == (f"warning: --max_length is 100, and {-change} of {NUM} rows" not in run.said)
+    assert more == (change > 0) == (f"warning: {-change} of {NUM} rows of training" not in run.said)
 
 
 def test_a_batch_may_hold_several_packs(ran):
@@ -546,6 +546,11 @@ def test_what_cannot_be_trained_as_planned_is_refused(name, ran):
     errors = [json.loads(path.read_text()) for path in folder.glob("error*.json")]
     assert [due] * (2 if name in {"fewer", *NOT_BY_DEGREE} else 1) == errors
     assert due[0] != "ConfigError" or not [*folder.glob("rows*")]
+    said = {
+        "replanned": "the checksum of packs and lengths is ",
+        "left-out": "longer than --max_length (100), or not enc",
+    }
+    assert said.get(name, "") in ran(name).said
     assert name in {"gone", "longer", "not-finite"} or not [*folder.glob("trained*")]
 
 

@@ -84,7 +84,7 @@ def test_a_fault_of_an_override_is_the_one_that_the_yaml_would_get(override, key
 
 def test_overrides_stand_before_behind_and_between_options(capsys):
     """What is neither an option nor an override is refused."""
-    parser = argparse.ArgumentParser()
+    parser = argparse.ArgumentParser(prog="packplan plan time")
     add_config_arguments(parser)
     add_logging_options(parser)
 
@@ -96,11 +96,13 @@ def test_overrides_stand_before_behind_and_between_options(capsys):
     with pytest.raises(SystemExit, match="2"):
         parse_arguments(parser, [])
     assert "required: run.yaml\n" in capsys.readouterr().err
-    for wrong in ("--quite", "other.yaml", "-x=1", "--nproc-per-node=2", "--nproc_per_node"):
+    for wrong in ("--quite", "other.yaml", "-x=1", "--nproc-per-node=2", "--nproc_per_node", "--world-size=2"):
         with pytest.raises(SystemExit, match="2"):
             parse_arguments(parser, ["run.yaml", "--quiet", wrong])
         assert wrong in (said := capsys.readouterr().err)
-        assert ("torchrun --nproc-per-node N -m packplan.app.sft run.yaml" in said) == wrong.startswith("--nproc")
+        assert ("torchrun --nproc-per-node N -m packplan.app.plan time run.yaml" in said) == wrong.startswith(
+            ("--nproc", "--w")
+        )
     with pytest.raises(SystemExit, match="2"):
         parse_arguments(
             parser, ["run.yaml", "--max_length", "512", "--num-train-epochs=2", "--load_best", "--model_id"]
