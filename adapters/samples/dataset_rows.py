@@ -81,8 +81,10 @@ class DatasetRowsFile(RecordFile):
 
     def location(self, row: int) -> RecordLocation:
         """
-        Return the file and the line of sequence *row*; or the number, from 1, of its row in the
-        data set, if files are not JSON Lines, or ms-swift has left out lines or split texts.
+        Return the file and the line of sequence *row*.
+
+        If files are not JSON Lines, or if ms-swift has left out lines or split texts, return the
+        data set and the number of the row, from 1.
         """
         number, order = row // self.sequences_per_row, self.rows._indices  # noqa: SLF001  # no public way
         at = number if order is None else order.column(0)[number].as_py()

@@ -275,11 +275,9 @@ def loading_rows(arguments: Any) -> Iterator[None]:
 def refuse_untested_version(version: str) -> None:
     """Refuse a version of ms-swift that is not in `TESTED_VERSIONS`."""
     if version not in TESTED_VERSIONS:
-        reason = (
-            f"is {version}, but this plugin was tested only with {', '.join(TESTED_VERSIONS)}: install that version, "
-            "or write the plugin with packplan plugin swift --any-version"
-        )
-        raise ConfigError("the plugin", (Fault("ms-swift", reason),))
+        fact = f"is {version}, but this plugin was tested only with {', '.join(TESTED_VERSIONS)}"
+        remedy = "install that version, or write the plugin with packplan plugin swift --any-version"
+        raise ConfigError("the plugin", (Fault("ms-swift", f"{fact}: {remedy}"),))
 
 
 def prepare_arguments(arguments: Any, *, degrees: Degrees = 1) -> None:

@@ -31,10 +31,8 @@ from packplan.core.errors import (
     DataSetError,
     NotBuiltError,
     PackplanError,
-    VerificationError,
     counted,
     fit_lines,
-    verb_for,
 )
 from packplan.core.inspection import describe_long_samples
 from packplan.core.packs import plan_checksum
@@ -97,8 +95,8 @@ def _as_method(step: Callable[..., Any]) -> Callable[..., Any]:
     Return *step* as a plain function, which a class can have as a method.
 
     A PackplanError raised by *step* ends the process with the error's message, without a traceback,
-    and with the exit status of Packplan's own commands. Errors in arguments, which are the same on
-    all ranks, are printed by rank 0 only.
+    and with the exit status 2. Errors in arguments, which are the same on all ranks, are printed by
+    rank 0 only.
     """
 
     def method(*given: Any, **options: Any) -> Any:
@@ -107,7 +105,7 @@ def _as_method(step: Callable[..., Any]) -> Callable[..., Any]:
         except PackplanError as error:
             if is_master() or not isinstance(error, (ArgumentError, ConfigError)):
                 print(f"packplan: {name_arguments(str(error))}", file=sys.stderr, flush=True)
-            raise SystemExit(3 if isinstance(error, VerificationError) else 2) from error
+            raise SystemExit(2) from error
 
     return method
 
@@ -199,8 +197,8 @@ class _PlannedPipeline:
 
     def _report_left_out(self, arguments: Any, name: str, number: int, num_rows: int) -> None:
         """Print the number of rows left out; DataSetError if their share exceeds `max_left_out`."""
-        rows = f"{number:,} of {counted(num_rows, 'row')} of {name} ({number / num_rows:.1%}) {verb_for(number)}"
-        text = f"{rows} left out: longer than --max_length ({arguments.max_length:,}), or not encodable"
+        rows = f"{number:,} of {counted(num_rows, 'row')} of {name} ({number / num_rows:.1%})"
+        text = f"ms-swift leaves out {rows}: longer than --max_length ({arguments.max_length:,}), or not encodable"
         text += "; packplan plan build, before the same command, and then packplan plan show --all, name each of them"
         if arguments.packing and name == "training" and number > self.max_left_out * num_rows:
             percent = math.ceil(100 * number / num_rows)

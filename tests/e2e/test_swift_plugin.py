@@ -498,7 +498,7 @@ def test_rows_are_planned_as_ms_swift_gives_them(name, length, more, ran):
     found, change = run.plan(length), len(run.rows()) - NUM
     run.assert_planned(found, found.schedule(seed=42))
     assert change
-    assert more == (change > 0) == (f"warning: {-change} of {NUM} rows of training" not in run.said)
+    assert more == (change > 0) == (f"warning: ms-swift leaves out {-change} of {NUM} rows of training" not in run.said)
 
 
 def test_a_batch_may_hold_several_packs(ran):
