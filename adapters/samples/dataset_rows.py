@@ -83,8 +83,8 @@ class DatasetRowsFile(RecordFile):
         """
         Return the file and the line of sequence *row*.
 
-        If files are not JSON Lines, or if ms-swift has left out lines or split texts, return the
-        data set and the number of the row, from 1.
+        The location is the row of the data set if files are not JSON Lines, or if their lines are
+        not the rows.
         """
         number, order = row // self.sequences_per_row, self.rows._indices  # noqa: SLF001  # no public way
         at = number if order is None else order.column(0)[number].as_py()
