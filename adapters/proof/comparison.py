@@ -24,6 +24,12 @@ from packplan.core.batch import IGNORED_LABEL
 from packplan.core.equality import EQUALITY_LIMITS, Precision, ProbeResult, loss_difference, rounding_limit
 from packplan.core.errors import ModelError
 
+_LARGEST_CHANGE = 0.02
+"""
+Largest relative change of embeddings by which cancelled gradients are found: a few rounding units
+of bfloat16. A larger one would hide faults of gradients where the limit is large.
+"""
+
 _MIN_TOKENS = 8
 """Minimum number of tokens of a sample whose median difference is compared."""
 
@@ -269,8 +275,8 @@ def allow_for_cancelling(
 
     Terms of a gradient may cancel, such as those of two equal answers in DPO. Only their rounding
     errors are left, which no share of the gradient's norm limits. So if gradients differ by more
-    than *limit*, they are computed again with embeddings that are changed by *limit*. Gradients may
-    then differ by as much as this change causes.
+    than *limit*, they are computed again with embeddings that are changed by *limit*, but by at
+    most 2 %. Gradients may then differ by as much as this change causes.
 
     Args:
         apart: Differences from *expected*.
@@ -281,7 +287,7 @@ def allow_for_cancelling(
     """
     if apart.gradients <= limit or find_sharded_weight(model) is not None:
         return apart
-    with changed_embeddings(model, limit):
+    with changed_embeddings(model, min(limit, _LARGEST_CHANGE)):
         caused = math.hypot(*difference_norms(again().gradients, expected.gradients).values())
     if not 0 < caused < math.inf:
         return apart

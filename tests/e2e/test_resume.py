@@ -16,6 +16,7 @@ import pytest
 import torch
 import yaml
 from safetensors.torch import load_file, save_file
+from transformers import TrainingArguments
 
 from packplan.adapters.hf.following import ServesPacks
 from packplan.adapters.ranks.torch_group import OneRank
@@ -192,8 +193,9 @@ def test_a_model_of_a_hub_is_known_by_its_name_in_another_trainer(demo):
 
     def known(name):
         model = SimpleNamespace(config=SimpleNamespace(name_or_path=name))
-        trainer = SimpleNamespace(args=object(), model=model, fixed_arguments=ServesPacks.fixed_arguments)
-        return dict(ServesPacks._identity(trainer).fixed.inputs)
+        trainer = SimpleNamespace(args=TrainingArguments(), model=model, fixed_arguments=ServesPacks.fixed_arguments)
+        inputs = dict(ServesPacks._identity(trainer).fixed.inputs)
+        return {name: value for name, value in inputs.items() if name.startswith("model.")}
 
     assert {"model.model": "some/base"} == known("some/base")
     assert "model.model config.json" in known(str(demo / "models" / "qwen2"))
