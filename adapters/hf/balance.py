@@ -14,6 +14,7 @@ the rows of the step's batches into new microbatches, with `core.shard`, by thes
   tokens of the step.
 """
 
+import logging
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from io import BytesIO
@@ -30,13 +31,16 @@ from transformers import Trainer
 from packplan.adapters.hf.batches import BatchCounts, BatchRows, Row, join_rows, split_batch
 from packplan.adapters.hf.first_pack import LocalAccelerator
 from packplan.adapters.hf.following import insert_base_class
+from packplan.adapters.hf.packed_calls import HOOKED
 from packplan.adapters.hf.pairs import Logged, weighted_means
 from packplan.adapters.hf.refusals import is_old_trl, refuse_balance_conflicts
-from packplan.core.errors import ArgumentError, ModelError
+from packplan.core.errors import ArgumentError, ModelError, counted, verb_for
 from packplan.core.lengths import as_whole_number
 from packplan.core.metrics import PackingMetrics, packing_metrics
 from packplan.core.shard import Sharding, shard_dynamic, shard_packed
 from packplan.core.work.model import WorkModel
+
+log = logging.getLogger(__name__)
 
 _EXTREMES = {"clip_ratio/low_min": min, "clip_ratio/high_max": max}
 """Name of a logged value that is a minimum or maximum, not a mean -> function that computes it."""
@@ -177,6 +181,9 @@ class _BalanceState:
     call: tuple[Any, Any] | None = None
     """Model and `num_items_in_batch` of the running `training_step`; None outside of it."""
 
+    has_warned: bool = False
+    """Whether padding has exceeded the limit of a microbatch, which is told once."""
+
     weight: float | None = None
     """Weight of the current microbatch in the loss of the step; None between microbatches."""
 
@@ -254,6 +261,7 @@ class _BalancedTraining:
     _balance: _BalanceState
     accelerator: Any
     args: Any
+    model: Any
     current_gradient_accumulation_steps: int
 
     def get_batch_samples(self, *args: Any) -> Any:
@@ -366,7 +374,31 @@ class _BalancedTraining:
         step.counts.microbatches += len(found)
         loads = [max(int(held.attended), 1) for _, _, held in found if held.rows]
         step.counts.add_microbatches(loads, step.max_tokens)
+        self._warn_of_limit([(inputs["prompt_mask"], inputs["completion_mask"]) for inputs, _, _ in found], loads)
         return found
+
+    def _warn_of_limit(self, masks: list[tuple[torch.Tensor, torch.Tensor]], loads: list[int]) -> None:
+        """
+        Warn once if padding exceeds the limit of a microbatch, or most rows of the first step do.
+
+        Args:
+            masks: Masks of the prompts and of the answers of each microbatch.
+            loads: Number of tokens of each microbatch that has rows.
+        """
+        step, most = self._balance, self._balance.max_tokens
+        rows, long = sum(len(prompts) for prompts, _ in masks), [load for load in loads if load > most]
+        if step.counts.steps == 1 and 2 * len(long) > rows:
+            log.warning("%s of %s in the first step %s longer than %s tokens, up to %s, so each is a microbatch by "
+                        "itself: raise max_tokens", f"{len(long):,}", counted(rows, "row"), verb_for(len(long)),
+                        f"{most:,}", f"{max(long):,}")  # fmt: skip
+        shapes = [(len(prompts), prompts.shape[1] + answers.shape[1]) for prompts, answers in masks]
+        largest, (num, _) = max((num * width * (num > 1), (num, width)) for num, width in shapes)
+        if largest > most and not step.padded and not step.has_warned:
+            step.has_warned = True
+            if not any(module in HOOKED for module in self.model.modules()):
+                log.warning("a microbatch of %s has %s positions with padding, but max_tokens is %s: call "
+                            "unpad(trainer.model), or pass padded=True", counted(num, "row"), f"{largest:,}",
+                            f"{most:,}")  # fmt: skip
 
     def _exchange_microbatches(self, lengths: list[list[int]], rows: list[Row]) -> list[list[Row]]:
         """

@@ -60,6 +60,16 @@ def is_preference_trainer(trainer: Any) -> bool:
     return _name_in_trl(trainer) in _PREFERENCE
 
 
+def require_trainer(trainer: Any) -> None:
+    """Raise ArgumentError unless *trainer* is a trainer whose batches a plan can replace."""
+    if not hasattr(trainer, "get_train_dataloader") or isinstance(trainer, type):
+        kind = type(trainer).__name__
+        raise ArgumentError("host", f"use_plan and row_lengths take a trainer of transformers or TRL, not a {kind}")
+    if _name_in_trl(trainer) not in {None, "SFTTrainer", *_PREFERENCE}:
+        fact = f"{type(trainer).__name__} makes batches that no plan can replace: use unpad (with GRPO, also balance)"
+        raise ArgumentError("host", fact)
+
+
 def refuse_misuse(trainer: Any, plan: Any, eval_plan: Any) -> None:
     """
     Refuse arguments of `use_plan` unless they are a supported trainer and plans of its data sets.
@@ -73,12 +83,9 @@ def refuse_misuse(trainer: Any, plan: Any, eval_plan: Any) -> None:
         ArgumentError: An argument has a wrong type, or the trainer or its data sets cannot follow a
             plan.
     """
-    fact, named = None, _name_in_trl(trainer)
-    if not hasattr(trainer, "get_train_dataloader") or isinstance(trainer, type):
-        fact = f"use_plan(trainer, plan) takes a trainer of transformers or TRL first, not a {type(trainer).__name__}"
-    elif named not in {None, "SFTTrainer", *_PREFERENCE}:
-        fact = f"{type(trainer).__name__} makes batches that no plan can replace: use unpad (with GRPO, also balance)"
-    elif isinstance(trainer.eval_dataset, dict) and eval_plan is not None:
+    require_trainer(trainer)
+    fact = None
+    if isinstance(trainer.eval_dataset, dict) and eval_plan is not None:
         fact = "eval_dataset is a dict of data sets, but eval_plan is for one data set: leave it out"
     elif trainer.train_dataset is None or (trainer.eval_dataset is None and eval_plan is not None):
         missing = "train_dataset" if trainer.train_dataset is None else "eval_dataset"

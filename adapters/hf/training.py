@@ -19,7 +19,13 @@ from packplan.adapters.attention.shared_rows import RowGroups
 from packplan.adapters.hf.following import ServesPacks, insert_base_class, require_same_on_ranks, share_packs
 from packplan.adapters.hf.packed_calls import HOOKED, Unpadding
 from packplan.adapters.hf.pairs import TrainsPairs
-from packplan.adapters.hf.refusals import changed_meanings, find_plan_conflicts, is_preference_trainer, refuse_misuse
+from packplan.adapters.hf.refusals import (
+    changed_meanings,
+    find_plan_conflicts,
+    is_preference_trainer,
+    refuse_misuse,
+    require_trainer,
+)
 from packplan.adapters.hf.unpad import is_bidirectional, unpad, unwrap
 from packplan.adapters.loaders.batches import read_saved_progress
 from packplan.adapters.loaders.packs import PackInputs, RowsOfPacks
@@ -160,7 +166,11 @@ def row_lengths(trainer: Any, rows: Any = None) -> list[int]:
     Args:
         trainer: Trainer that `use_plan` supports.
         rows: Rows by index; None takes `trainer.train_dataset`.
+
+    Raises:
+        ArgumentError: No plan can replace the batches of *trainer*.
     """
+    require_trainer(trainer)
     source = _open_rows(trainer, trainer.train_dataset if rows is None else rows)
     return [*source.read_facts(num_workers=trainer.args.dataloader_num_workers).lengths.tolist()]
 

@@ -21,7 +21,7 @@ from packplan.app.planning.plan import Ranks, measure_and_plan, plan_epochs
 from packplan.app.planning.schedule import accumulation_of, refuse_stream, schedule_of_split
 from packplan.app.planning.split import PlannedSplit, Split
 from packplan.core.config.run import RunConfig
-from packplan.core.errors import DataSetError, counted, format_command
+from packplan.core.errors import ConfigError, DataSetError, counted, format_command
 from packplan.core.inspection import format_table
 from packplan.core.ports import RankGroup
 
@@ -54,6 +54,9 @@ def run(options: argparse.Namespace) -> None:
     """Measure and plan the run, and log the commands that show the plan and train it."""
     with raising_on_all_ranks():
         config = read_run_or_command(options.config, options.overrides, world_size=options.world_size)
+        if options.allow_left_out is not None and config.command is None:
+            reason = "limits the rows of ms-swift commands: set custom.max_bad_share"
+            raise ConfigError.for_key("--allow-left-out", reason)
         config = measured_by_ray(config, options.ray)
         require_inputs(config)
 

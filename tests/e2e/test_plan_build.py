@@ -150,6 +150,7 @@ def test_all_bad_records_are_listed_by_their_reason(write_run, run, tmp_path, sh
     assert f"  {data}, line {len(rows)}" == last
     assert "custom.on_bad_record: skip" in listed.err
     assert f"{data}, line 5" in run("build", path, status=2).err
+    assert "--allow-left-out limits the rows of ms-swift" in run("build", path, "--allow-left-out", "5", status=2).err
     write_lines(data, [*good[:4], *good[:7], *good[4:], good[0]])
     assert "train: 0 bad records\n" == run("build", path, "--list-failures").out
     every = [{"query": "no answer"}] * 3

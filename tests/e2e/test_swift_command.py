@@ -275,17 +275,8 @@ def test_every_command_of_a_plan_takes_a_command_of_ms_swift(command, tmp_path, 
 
 def test_a_plugin_of_a_plan_counts_the_slots_of_shared_packs(command, tmp_path, capsys):
     """As in training; what cannot share packs is refused before anything is measured."""
-    sharing = [
-        "swift",
-        "--allow-left-out",
-        "8",
-        "--sequence-parallel-size",
-        "auto",
-        "--world-size",
-        "2",
-        "-o",
-        str(tmp_path / "plugin.py"),
-    ]
+    options = "--allow-left-out 8 --sequence-parallel-size auto --world-size 2 -o"
+    sharing = ["swift", *options.split(), str(tmp_path / "plugin.py")]
     words = [*command("images"), "--per_device_train_batch_size", "1"]
 
     assert 0 == plugin.main([*sharing, *words])

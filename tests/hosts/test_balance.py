@@ -1,5 +1,6 @@
 """Steps of `balance` are the trainer's own: loss, gradients and logged values."""
 
+import re
 from contextlib import nullcontext
 from functools import partial
 from unittest import mock
@@ -21,7 +22,7 @@ from packplan.adapters.hf.balance import _BalanceState, split_microbatches
 from packplan.adapters.hf.batches import BatchCounts, join_rows, split_batch
 from packplan.adapters.hf.refusals import _LOSSES, is_old_trl
 from packplan.core.errors import ArgumentError
-from packplan.hf import balance
+from packplan.hf import balance, unpad
 from tests.e2e.unpad_rank import shard
 from tests.hosts.law import PLAIN_STEPS, arguments, fork_ranks, model_of, tokenizer
 from tests.nearness import apart as distance
@@ -209,6 +210,24 @@ def test_padded_microbatches_in_float32(adapters, tmp_path):
     assert nearness(own, step_of(trainer, batches)) < 3e-6
     assert all(positions <= 96 for _, positions, _ in calls)
     assert 3 <= len(calls) < 12
+
+
+@pytest.mark.parametrize(
+    ("max_tokens", "hooked", "said"),
+    [(40, False, "has [4-9][0-9] positions with padding, but max_tokens is 40: call unpad"), (40, True, None),
+     (5, True, "6 of 8 rows in the first step are longer than 5 tokens, up to 2[0-9], .*: raise max_tokens")],
+)  # fmt: skip
+def test_a_limit_that_padding_or_most_rows_exceed_is_told_once(max_tokens, hooked, said, tmp_path, caplog):
+    trainer = trainer_of("GRPOTrainer", tmp_path, dtype=torch.float32)
+    if hooked:
+        unpad(trainer.model)
+    balance(trainer, max_tokens=max_tokens)
+    for _ in range(2):
+        step_of(trainer, [batch_of(0), batch_of(1)])
+
+    told = [text for text in caplog.messages if "max_tokens" in text]
+    assert (said is not None) == len(told)
+    assert all(re.search(said, text) for text in told)
 
 
 def test_log_probabilities_without_gradients_have_a_limit_of_their_own(tmp_path):

@@ -25,7 +25,7 @@ from packplan.core.errors import (
     RunError,
     StaleError,
 )
-from packplan.hf import unpad, use_plan
+from packplan.hf import row_lengths, unpad, use_plan
 from tests.hosts.law import CELLS, CONFIGS, PACKING_LENGTH, cell_of, fork_ranks, main, model_of, rows_of, trainer_of
 from tests.processes import ROOT
 
@@ -166,6 +166,7 @@ REFUSED = {
     "dict of data sets": (ArgumentError, partial(follow_plan, eval_dataset={"a": ROWS}, eval_plan=PLAN)),
     "has no train_dataset": (ArgumentError, partial(follow_plan, rows=None, max_steps=1)),
     "not a type": (ArgumentError, lambda _: use_plan(GRPOTrainer, PLAN)),
+    "not a Linear": (ArgumentError, lambda _: row_lengths(torch.nn.Linear(1, 1))),
     "not a Plan": (ArgumentError, lambda out: use_plan(PLAN, trainer_with(out))),
     "plan is of type RawPlan": (ArgumentError, partial(follow_plan, plan=PLAN.raw)),
     "plan is of type float": (ArgumentError, partial(follow_plan, plan=4096.0)),
