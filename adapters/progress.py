@@ -151,14 +151,17 @@ class _HostLines(logging.Handler):
     """
 
     def emit(self, record: logging.LogRecord) -> None:
-        if logging.lastResort is not None and not logging.root.handlers:
+        logger: logging.Logger | None = logging.getLogger(record.name)
+        while logger is not None and all(one is self for one in logger.handlers):
+            logger = logger.parent if logger.propagate else None
+        if logging.lastResort is not None and logger is None:
             rank = os.environ.get("RANK", "0")
             name = f"packplan{f' rank {rank:.9}' if rank != '0' else ''}: {record.levelname.lower()}"
             text = fit_lines(f"{name}: {record.getMessage()}")
             logging.lastResort.handle(logging.makeLogRecord({**vars(record), "msg": text, "args": ()}))
 
 
-logging.getLogger("packplan").addHandler(_HostLines())  # commands replace it
+logging.getLogger("packplan").addHandler(_HostLines(logging.WARNING))  # commands replace it
 
 
 class _LogLines(io.StringIO):

@@ -105,6 +105,8 @@ def test_warnings_are_marked_as_warnings(capfd, monkeypatch, quiet):
     [
         ("pass", "packplan rank 3: warning: a pack is dropped"),
         ("logging.basicConfig()", "WARNING:packplan.hf:a pack is dropped"),
+        ("logging.root.setLevel(logging.INFO)", "packplan rank 3: warning: a pack is dropped"),
+        ("logging.getLogger('packplan').addHandler(logging.StreamHandler())", "a pack is dropped"),
     ],
 )
 def test_warnings_in_another_program_are_named_once(prepare, says):
