@@ -222,7 +222,10 @@ class DiskLengthStore:
                     with collect_damage(found):
                         column.resume(manifest[name])
             if "record_heads" in manifest:
-                files.read_array(self.folder, manifest["record_heads"])
+                try:
+                    files.read_array(self.folder, manifest["record_heads"])
+                except CorruptArtefactError as error:
+                    found.append(attrs.evolve(error, remedy="packplan plan build writes it again"))
         return found
 
     def append(self, rows: StoredRows, data_digest: str, *, bad: Sequence[BadRecord] = ()) -> None:
@@ -263,14 +266,14 @@ class DiskLengthStore:
 
     def save_record_heads(self, heads: Callable[[], NDArray[np.int64]]) -> None:
         """
-        Save the starts of the records' digests, if they are not saved yet.
+        Save the starts of the records' digests, if they are not saved yet or damaged.
 
         Args:
             heads: Function that returns the first eight bytes of each record's digest; shape
                 (num_records,).
         """
         manifest = files.read_manifest(self._manifest, SCHEMA)
-        if manifest is not None and "record_heads" not in manifest:
+        if manifest is not None and not self.record_heads().size:
             entry = files.write_array(self.folder / "record_heads.bin", heads())
             files.write_manifest(self._manifest, {**manifest, "record_heads": entry})
 

@@ -235,6 +235,11 @@ def test_any_damage_of_any_artefact_is_found(whole):
                     DiskPlanStore(whole).load(KEY)
         path.write_bytes(before)
     assert [] == damage(whole)
+    (whole / "record_heads.bin").unlink()
+    (error,) = DiskLengthStore(whole).damage()
+    assert "it is missing; packplan plan build writes it again" in str(error)
+    DiskLengthStore(whole).save_record_heads(lambda: np.arange(10))
+    assert [] == damage(whole)
     assert (ROWS.tolist(), PLAN) == (taken(DiskLengthStore(whole)), DiskPlanStore(whole).load(KEY))
 
 
