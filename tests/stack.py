@@ -43,9 +43,12 @@ deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
 matched = functools.cache(model_meta.get_matched_model_meta)
 arguments.get_matched_model_meta = model_meta.get_matched_model_meta = matched
 # It reads each value of a model's configuration, for each object of arguments: a tenth of a run.
-info_of = functools.cache(lambda _, *given, read=model_meta._get_model_info: read(*given))
-model_meta._get_model_info = lambda folder, kind, quantization_config: copy.deepcopy(
-    info_of((*map(Path.read_bytes, sorted(Path(folder).glob("*.json"))),), folder, kind, quantization_config)
+read_info = model_meta._get_model_info
+info_of = functools.cache(lambda _, *given: read_info(*given, None))
+model_meta._get_model_info = lambda folder, kind, quantization_config: (
+    read_info(folder, kind, quantization_config)
+    if quantization_config
+    else copy.deepcopy(info_of((*map(Path.read_bytes, sorted(Path(folder).glob("*.json"))),), folder, kind))
 )
 # It looks up versions for each model that it opens: another thirtieth.
 importlib.metadata.version = functools.cache(importlib.metadata.version)

@@ -72,7 +72,7 @@ def test_processes_measure_as_one_does_and_one_that_is_killed_is_named_with_its_
         ("DataLoader worker (pid 7) is killed by signal: Killed. ", RunError, "lower it, or give the machine"),
         ("DataLoader worker (pid(s) 7, 8) exited unexpectedly", RunError, "lower it, or give the machine"),
         ("Too many open files. Communication with the workers is no longer possible.", RunError, "ulimit -n"),
-        ("DataLoader timed out after 600.0 seconds", RunError, "that has its media"),
+        ("DataLoader timed out after 600.0 seconds", RunError, "with the sample's media"),
         ("CUDA error: out of memory", RuntimeError, ""),
     ],
 )
