@@ -49,8 +49,10 @@ class StopsAtNonFinite:
         gradient = 0.0 if norm is None or self.accelerator.mixed_precision == "fp16" else float(norm)
         step = f"optimizer step {self.state.global_step + 1:,}"
         numbers = {f"the loss of {step}": loss, f"the gradient norm of {step}": gradient}
-        # Summed over ranks, so that every rank ends with the same error.
-        sums = self.sum_over_ranks(torch.tensor([*numbers.values()], dtype=torch.float64)).tolist()
+        # Summed over ranks, so that every rank ends with the same error. Finite numbers count as 0:
+        # their sum might exceed float32, and some devices have no float64.
+        faults = [0.0 if math.isfinite(number) else number for number in numbers.values()]
+        sums = self.sum_over_ranks(torch.tensor(faults)).tolist()
         for what, number in zip(numbers, sums, strict=True):
             if not math.isfinite(number):
                 raise not_finite_error(what, number)

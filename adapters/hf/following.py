@@ -284,6 +284,7 @@ class ComputesPacks:
     """Groups of ranks that share rows; None if each rank has rows of its own."""
 
     _evaluated: _LossSums | None = None
+    _evaluates_rows = False
     _metrics: dict[str, Any]
     _total_train_tokens: int
 
@@ -297,7 +298,7 @@ class ComputesPacks:
         Evaluate packs by their mean loss over tokens, and other data by the trainer's own method.
         """
         if not isinstance(getattr(dataloader, "batch_sampler", None), EvalBatches):
-            with sharing_by(1):  # each rank has other rows
+            with sharing_by(1), replace_attributes(self, _evaluates_rows=True):  # each rank has other rows
                 return super().evaluation_loop(dataloader, *args, **options)  # type: ignore[misc]  # of the trainer's class
         self._evaluated = evaluated = _LossSums(dataloader.batch_sampler)
         groups = self.row_groups
@@ -551,7 +552,9 @@ class ServesPacks(KeepsCheckpoints, StopsAtNonFinite, ComputesPacks, LogsPacks, 
         # Only one of the ranks that share a row counts its tokens.
         batches = [one if self.counts(one) else _without_labels(one) for one in batches]
         num_items = super()._get_num_items_in_batch(batches, *args, **options)  # type: ignore[misc]
-        return None if num_items is None else torch.as_tensor(num_items).clamp(min=1)
+        if num_items is None or self._evaluates_rows:
+            return num_items
+        return torch.as_tensor(num_items).clamp(min=1)
 
     def compute_loss(self, model: Any, inputs: dict[str, Any], *args: Any, **options: Any) -> Any:
         """Return the loss of a batch; pack indices are not passed to the model."""

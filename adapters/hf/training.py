@@ -132,6 +132,8 @@ def use_plan(
     call["max_sequence_parallel_size"] = max_sequence_parallel_size
     require_same_on_ranks(args, call | _describe_plans(trainer, plan=plan, eval_plan=eval_plan), fault)
     given = {name: getattr(args, name) for name in _PLANNED_ARGUMENTS}
+    if args.data_seed is not None:
+        del given["seed"]  # decides no order then
     plan, packs, eval_plan, eval_packs = _open_packs(trainer, plan, eval_plan)
     pad = partial(pad_rows, types=token_type_columns(trainer.model))
     collator = PackInputs(packs.source.collate or pad, of_pairs=pairs)
@@ -352,6 +354,7 @@ class _PlannedTraining(ServesPacks):
     """Hooks of the trained model, and of the reference model if there is one."""
 
     train_packs: RowsOfPacks
+    compute_loss_func: Any
     planned_arguments: dict[str, tuple[Any, Any]]
     """Argument that decides the steps -> value before `use_plan`, and value in training."""
 
@@ -365,12 +368,11 @@ class _PlannedTraining(ServesPacks):
                 changed.append(f"{name} was {given}, now {now}")
         for name, packs in (("train_dataset", self.train_packs), ("eval_dataset", self._eval_packs)):
             if packs is not None and (rows := getattr(self, name)) is not packs.source.rows:
-                changed.append(f"{name} had {counted(len(packs.source.rows), 'row')}, now {len(rows):,} others")
-        if changed:
-            fact = format_lines(
-                "these changed after use_plan; set them, and then call use_plan on a new trainer", changed
-            )
-            raise ArgumentError("host", fact)
+                now = f"{len(rows):,} others" if hasattr(rows, "__len__") else type(rows).__name__
+                changed.append(f"{name} had {counted(len(packs.source.rows), 'row')}, now {now}")
+        advice = "these changed after use_plan; set them, and then call use_plan on a new trainer"
+        fault = ArgumentError("host", format_lines(advice, changed)) if changed else None
+        require_same_on_ranks(self.args, {}, fault)
         return super().train(*args, **options)
 
     def _inner_training_loop(self, *args: Any, **options: Any) -> Any:
@@ -414,7 +416,9 @@ class _PlannedTraining(ServesPacks):
         """Return the loss of a batch, computed without a cache, which would mix its samples."""
         if hasattr(self.model.config.get_text_config(), "use_cache"):
             inputs = {**inputs, "use_cache": False}
-        return super().compute_loss(model, inputs, *args, **options)
+        own = None if self._evaluates_rows and self.compute_loss_func is token_mean else self.compute_loss_func
+        with replace_attributes(self, compute_loss_func=own):
+            return super().compute_loss(model, inputs, *args, **options)
 
     def prediction_step(self, model: Any, inputs: Any, prediction_loss_only: bool, **options: Any) -> Any:  # noqa: FBT001  # the trainer passes it
         """

@@ -101,6 +101,7 @@ class PackBatches:
         """
         Discard the progress, even if it was loaded, and begin again at the start of the schedule.
         """
+        self.changes = ()
         self.reschedule(self._given)
 
     def set_epoch(self, epoch: int) -> None:

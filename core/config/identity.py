@@ -35,12 +35,17 @@ PATH_KEYS = frozenset(
 
 PER_RANK: Mapping[str, str] = {
     **{key: key_facts(field).per_rank for key, field in DECLARED_KEYS.items() if key_facts(field).per_rank},
+    "training.dataloader_num_workers": "cores of a rank's machine",
+    "training.dataset_num_proc": "cores of a rank's machine",
     "training.dataloader_persistent_workers": "memory of a rank's machine",
     "training.dataloader_pin_memory": "memory of a rank's machine",
     "training.dataloader_prefetch_factor": "memory of a rank's machine",
     "training.disable_tqdm": "output of a rank; --quiet sets it",
     "training.hub_token": "a secret, which no message shows",
     "training.local_rank": "number of a rank on its machine",
+    "training.model_init_kwargs": "may name a rank's device; the model itself is compared",
+    "training.ref_model_init_kwargs": "may name a rank's device; the model itself is compared",
+    "training.push_to_hub": "only rank 0 uploads",
     "training.log_level": "output of a rank",
     "training.log_level_replica": "output of a rank",
     "training.log_on_each_node": "output of a rank",
@@ -89,11 +94,18 @@ are compared elsewhere.
 """
 
 
+_SECRET = re.compile(r"(?:.*_)?(?:api_key|secret|password)|(?:hf|hub|auth|access|api|use_auth)?_?token")
+"""Pattern for names of values that are secrets. No message and no checkpoint has them."""
+
+
 def is_changeable(name: str) -> bool:
     """
     Return whether a trainer's argument that is not fixed enters the identity of a run.
 
     The arguments of output, paths and machines do not.
+
+    >>> [name for name in ("max_steps", "output_dir", "local_rank") if is_changeable(name)]
+    ['max_steps']
     """
     key = f"training.{name}"
     return not (name.startswith("_") or UNCOMPARED.fullmatch(name) or key in PATH_KEYS or key in PER_RANK)
@@ -201,10 +213,11 @@ def _without_rank_values(sections: dict[str, dict[str, Any]], files: Mapping[str
 
 def flat_values(document: Mapping[str, Any]) -> dict[str, str]:
     """
-    Return the values of nested sections as JSON: dotted key -> value. Values of None are left out.
+    Return the values of nested sections as JSON: dotted key -> value. Values of None are left out,
+    and so are secrets, such as tokens of hubs.
 
-    >>> flat_values({"a": {"b": 0.5, "c": None}, "d": ["x"]})
-    {'a.b': '0.5', 'd': '["x"]'}
+    >>> flat_values({"a": {"b": 0.5, "c": None, "hf_token": "hf_1"}, "eos_token": ["x"]})
+    {'a.b': '0.5', 'eos_token': '["x"]'}
     """
     return dict(_flat_items("", document))
 
@@ -212,6 +225,8 @@ def flat_values(document: Mapping[str, Any]) -> dict[str, str]:
 def _flat_items(key: str, value: Any) -> Iterator[tuple[str, str]]:
     if isinstance(value, Mapping):
         for name, below in value.items():
+            if _SECRET.fullmatch(str(name)):
+                continue
             yield from _flat_items(f"{key}.{name}" if key else str(name), below)
     elif value is not None:
         yield key, json.dumps(value, ensure_ascii=False, default=_plain_text)
@@ -219,7 +234,11 @@ def _flat_items(key: str, value: Any) -> Iterator[tuple[str, str]]:
 
 def _plain_text(value: Any) -> Any:
     """Return text for a value that JSON lacks, the same in all processes: no order, no address."""
-    return sorted(map(str, value)) if isinstance(value, (set, frozenset)) else re.sub(" at 0x[0-9a-f]+", "", str(value))
+    if isinstance(value, (set, frozenset)):
+        return sorted(map(str, value))
+    if fields := getattr(type(value), "__dataclass_fields__", None):  # may hold sets, such as LoraConfig does
+        return {name: getattr(value, name) for name in fields if not _SECRET.fullmatch(name)}
+    return re.sub(" at 0x[0-9a-f]+", "", str(value))
 
 
 def rank_differences(runs: Sequence[Mapping[str, str]]) -> tuple[RankDifference, ...]:

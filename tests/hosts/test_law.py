@@ -829,6 +829,21 @@ def test_the_collator_says_what_is_learned(tmp_path):
     assert alone == count_learned(trainer) > 0
 
 
+@pytest.mark.parametrize("divides", [True, False])
+def test_an_evaluation_without_a_plan_is_the_trainer_s_own(divides, tmp_path):
+    """Also of a row without labels, and of a model that takes no divisor."""
+    rows = [*ROWS[:3], {**ROWS[3], "labels": [-100] * len(ROWS[3]["labels"])}]
+    losses = []
+    for plans in (False, True):
+        trainer = trainer_with(tmp_path, eval_dataset=rows, per_device_eval_batch_size=1)
+        trainer.model_accepts_loss_kwargs = divides
+        if plans:
+            use_plan(trainer, PLAN)
+        losses.append(trainer.evaluate()["eval_loss"])
+
+    assert losses[0] == pytest.approx(losses[1], nan_ok=True)
+
+
 def test_an_evaluation_without_anything_to_learn_has_no_loss(tmp_path):
     untaught = [row | {"labels": [-100] * len(row["input_ids"])} for row in ROWS]
 

@@ -2,6 +2,7 @@
 
 import json
 import re
+from dataclasses import make_dataclass
 from pathlib import Path
 
 import attrs
@@ -159,6 +160,8 @@ def test_values_keep_their_types_and_tell_no_secret():
     assert 4 == len(set(flat_values({"a": 1, "b": True, "c": "1", "d": 1.5}).values()))
     assert "/" not in flat_values({"a": Path("x")})["a"]
     assert {"a": '["x", "y"]', "b": '"<object object>"'} == flat_values({"a": {"y", "x"}, "b": object()})
+    lora = make_dataclass("Lora", ["hf_token", "targets"])("hf_secret", {"y", "x"})
+    assert {"a": '{"targets": ["x", "y"]}'} == flat_values({"a": lora, "wandb_api_key": "secret"})
     assert "hf_secret" not in str(shared_values(with_trainer(hub_token="hf_secret"), {}))  # noqa: S106
 
 
