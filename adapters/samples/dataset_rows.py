@@ -97,7 +97,8 @@ class DatasetRowsFile(RecordFile):
     @cached_property
     def _lines(self) -> list[tuple[str, NDArray[np.int64]]]:
         """Numbers of the lines of each file; empty if the rows are not those of all lines."""
-        if not all(file.endswith(".jsonl") and Path(file).is_file() for file in self._files):
+        is_split = "input_ids" in self.rows.column_names  # ms-swift shuffles these rows before it splits them
+        if is_split or not all(file.endswith(".jsonl") and Path(file).is_file() for file in self._files):
             return []
         found = []
         for file in self._files:

@@ -357,6 +357,14 @@ def test_stored_lengths_are_those_of_the_rows_that_ms_swift_keeps(command, run):
     assert [len(pipeline.template.encode(dict(row))["input_ids"]) for row in train] == train["lengths"][:]
 
 
+def test_split_texts_are_located_by_their_row(tmp_path):
+    """Since ms-swift shuffles rows before it splits them, even where it splits none."""
+    file = str(write_lines(tmp_path / "a.jsonl", [{}, {}]))
+    for row, where in (({"messages": []}, f"{file}, line 2"), ({"input_ids": [1]}, f"{file}, row 2")):
+        rows = Dataset.from_list([row, row])
+        assert where == str(DatasetRowsFile(rows, files=[file], sequences_per_row=1).location(1))
+
+
 def test_a_row_changes_with_the_size_of_its_video(tmp_path):
     """Its path alone would not tell; rows without a video, or with one elsewhere, stay."""
     (video := tmp_path / "a.mp4").write_bytes(b"before")
