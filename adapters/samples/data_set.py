@@ -99,6 +99,10 @@ class FileRecords:
         parts = self._split_range(indices.start, indices.stop)
         return np.concatenate([file.known_digests(row, row + number) for file, row, _, number in parts])
 
+    def known_heads(self) -> NDArray[np.int64]:
+        """Return the first eight bytes of each record's digest; shape (num_records,)."""
+        return np.concatenate([file.known_digests(0, len(file)).view("<i8")[:, 0] for file in self._files])
+
     def add_digests(self, indices: range, digests: NDArray[np.uint8]) -> None:
         """
         Store digests that other processes computed, so that `digest` does not read these records.

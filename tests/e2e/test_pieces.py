@@ -89,6 +89,8 @@ def test_few_samples_are_encoded(open_source):
     # Two that prove the template, the first of its kind, and number 512.
     assert 4 == len(calls)
     assert list(range(600)) == seen
+    heads = [bytes.fromhex(source.digest_and_folder(index)[0])[:8] for index in range(600)]
+    assert heads == [head.tobytes() for head in source.record_heads()]
 
 
 @pytest.mark.parametrize("number", [0, 70])
