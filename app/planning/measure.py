@@ -132,16 +132,18 @@ def _load_stored(split: Split, bad: BadRecords) -> StoredRows:
 
 def describe_changed_records(split: Split) -> str:
     """
-    Return a clause with the number of records that have changed, and the first of them. It is
-    empty if no digests are stored, or if no record has changed.
+    Return a clause with the number of new or changed records, and the first of them. It is empty
+    if no digests are stored, or if records were only added or removed at the end.
     """
-    stored, now = split.stores.lengths.record_heads(), split.source.record_heads()
-    count = min(len(stored), len(now))
-    changed = np.flatnonzero(stored[:count] != now[:count])
-    if not changed.size:
+    stored = split.stores.lengths.record_heads()
+    now = split.source.record_heads()[: len(stored)] if stored.size else stored
+    if np.array_equal(stored[: len(now)], now):
         return ""
-    number, have = f"{changed.size:,} of {counted(count, 'record')}", verb_for(changed.size, "has", "have")
-    return f"{number} {have} changed, the first is {split.source.location(int(changed[0]))}"
+    changed = np.flatnonzero(~np.isin(now, stored))
+    if not changed.size:
+        return "records were moved or removed"
+    number, have = f"{changed.size:,} of {counted(len(now), 'record')}", verb_for(changed.size, "is", "are")
+    return f"{number} {have} new or changed, the first is {split.source.location(int(changed[0]))}"
 
 
 def _measure_and_audit(split: Split, stored: StoredRows, bad: BadRecords, report: ReportProgress) -> Table:

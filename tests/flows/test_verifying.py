@@ -56,14 +56,15 @@ def test_what_is_whole_has_no_findings(built):
         (ListSource([*LENGTHS, 9]), {}, ["8 of 9 records are measured"]),
         (ListSource(LENGTHS[:5]), {}, ["data (number of records): measured with 8, now 5; restore it, or"]),
         (ListSource([*LENGTHS[:2], 51, 31, *LENGTHS[4:]]), {},
-         ["51,': 2 of 8 records have changed, the first is data, line 3; restore it, or",
+         ["51,': 2 of 8 records are new or changed, the first is data, line 3; restore it, or",
           *[f"images: image 0 of sample {index}: has changed" for index in (2, 3)],
           *[f"samples: sample {index}: has other measurements" for index in (2, 3)]]),
-        (ListSource([5, *LENGTHS]), {}, ["inputs: data (digest of the first 8 records): "]),
+        (ListSource([999, *LENGTHS]), {}, [": 1 of 8 records is new or changed, the first is data, line 1"]),
+        (ListSource(LENGTHS[2:]), {}, ["measured with 8, now 6: records were moved or removed; restore it, or"]),
         (ListSource(LENGTHS), {"packing_length": 50, "refuse_longer": True},
          ["plan: packing_length: ", "training refuses the data: sample"]),
     ],
-    ids=["copies", "policy", "grown", "shrunk", "edited", "inserted", "too long"],
+    ids=["copies", "policy", "grown", "shrunk", "edited", "inserted", "first removed", "too long"],
 )  # fmt: skip
 def test_what_changed_since_is_found(built, source, changes, expected):
     """Each copy and input by name; a record that came in before others is one finding."""
