@@ -5,7 +5,7 @@ Arguments, template and rows of a training command, as ms-swift itself resolves 
 loaded. If arguments contradict a plan, an error names their flags.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from decimal import Decimal
 from math import ceil
@@ -16,6 +16,7 @@ import attrs
 from swift.arguments import PretrainArguments, RLHFArguments, SftArguments
 from swift.arguments import sft_args as training
 from swift.cli.main import parse_yaml_args
+from swift.dataset import DATASET_MAPPING
 from swift.pipelines.train import SwiftPretrain, SwiftRLHF, SwiftSft
 from swift.utils import get_device_count, parse_args
 
@@ -68,6 +69,9 @@ Maximum number of ranks that share a long pack, as in `Plan.schedule`. With 1, n
 
 _DRAWING = ("gkd", "grpo", "ppo")
 """Values of `--rlhf_type` whose trainers generate answers with the model."""
+
+DATA_SETS: Container[str] = DATASET_MAPPING
+"""Names of the data sets that are registered in ms-swift."""
 
 TESTED_VERSIONS = ("4.6.0",)
 """Versions of ms-swift with which tests have shown that the plugin trains plans exactly."""

@@ -200,7 +200,7 @@ class _PlannedPipeline:
         rows = f"{number:,} of {counted(num_rows, 'row')} of {name} ({number / num_rows:.1%})"
         text = f"ms-swift leaves out {rows}: longer than --max_length ({arguments.max_length:,}), or not encodable"
         text += "; packplan plan build, before the same command, and then packplan plan show --all, name each of them"
-        if arguments.packing and name == "training" and number > self.max_left_out * num_rows:
+        if arguments.packing and name == "training" and 100 * number > round(100 * self.max_left_out, 6) * num_rows:
             percent = math.ceil(100 * number / num_rows)
             raise DataSetError(f"{text}. packplan plugin swift --allow-left-out {percent} trains without them")
         report(f"warning: {text}")

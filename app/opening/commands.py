@@ -116,18 +116,18 @@ def resolve_command(words: Sequence[str], *, world_size: int | None = None, degr
         raise ConfigError(COMMAND, (Fault("torchrun", "starts several ranks, but one process plans: leave it out"),))
     launcher, task, arguments = _split_words(words)
     with loading_libraries():
-        from packplan.adapters.swift.command import COMMANDS, read_command
+        from packplan.adapters.swift.command import COMMANDS, DATA_SETS, read_command
 
     known = [field.name for field in fields(COMMANDS[task][0])]
     if unknown := [*_unknown_flags(arguments, known)]:
         raise ConfigError(COMMAND, tuple(unknown))
     count = partial(_count_started_ranks, launcher)
-    _, run = read_command(task, arguments, world_size=world_size, count_started=count, degrees=degrees)
-    names = {"--dataset": run.custom.train_jsonl, "--val_dataset": run.custom.val_jsonl}
-    missing = [(flag, name) for flag, values in names.items() for name in values if _is_missing_file(name)]
-    if missing:
+    plain, run = read_command(task, arguments, world_size=world_size, count_started=count, degrees=degrees)
+    flags = ("dataset", "val_dataset", "cached_dataset", "cached_val_dataset")
+    named = [(flag, name) for flag in flags for name in getattr(plain, flag) if name not in DATA_SETS]
+    if missing := [(flag, name) for flag, name in named if _is_missing_file(name)]:
         reason = "is {}, which does not exist: name an existing file"
-        raise ConfigError(COMMAND, tuple(Fault(flag, reason.format(name)) for flag, name in missing))
+        raise ConfigError(COMMAND, tuple(Fault(f"--{flag}", reason.format(name)) for flag, name in missing))
     if run.command and lacks_packing(run.command):
         log.warning("the command lacks --packing true, without which ms-swift trains no packs: add it")
     return run
@@ -140,19 +140,25 @@ def lacks_packing(command: HostCommand) -> bool:
 
 def _unknown_flags(words: Sequence[str], known: Sequence[str]) -> Iterator[Fault]:
     """Yield each flag that begins no known name; ms-swift would report a missing flag first."""
-    for flag in (word.partition("=")[0] for word in words if word.startswith("--")):
-        name = flag.removeprefix("--").removeprefix("no_").replace("-", "_")
-        if not any(one.startswith(name) for one in known):
-            similar = "".join(f"write --{one}, or " for one in get_close_matches(name, known, 1))
+    words = [word for word in words if word.startswith("--") and len(word.split()) == 1]  # with a space, it is a value
+    for flag in (word.partition("=")[0] for word in words):
+        name = flag.removeprefix("--").replace("-", "_")
+        positive = name.removeprefix("no_")
+        if not any(one.startswith((name, positive)) for one in (*known, "help")):
+            no = name.removesuffix(positive)
+            similar = "".join(f"write --{no}{one}, or " for one in get_close_matches(positive, known, 1))
             yield Fault(flag, f"is not an argument of ms-swift: {similar}remove it")
 
 
 def _is_missing_file(name: str) -> bool:
-    """Return whether a data set looks like a path, and not like an id of a hub, but is missing."""
-    named, _, count = name.rpartition("#")
-    path = Path(named if named and count.isdecimal() else name)
-    is_path = path.suffix in _DATA_SUFFIXES or name.startswith(("/", ".", "~"))
-    return is_path and "::" not in name and not path.expanduser().exists()
+    """
+    Return whether a data set is a missing path; ms-swift splits names into `path:subset#count`, and
+    `owner/name` may be an id of a hub.
+    """
+    whole = name.rpartition("#")[0] or name
+    path = whole.partition(":")[0].strip()
+    is_path = path.startswith(("/", ".", "~")) or (path.endswith(_DATA_SUFFIXES) and path.count("/") != 1)
+    return is_path and "::" not in name and not any(map(os.path.exists, (name, whole, path)))
 
 
 def _split_words(words: Sequence[str]) -> tuple[list[str], str, list[str]]:

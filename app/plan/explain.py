@@ -73,10 +73,9 @@ def explain_pack(config: RunConfig, opened: StoredSplit, pack: int) -> dict[str,
 
 
 def _records_if_as_many(config: RunConfig, opened: StoredSplit) -> FileRecords | None:
-    """
-    Return the records of a split; None if data files are missing, or the number of records has
-    changed.
-    """
+    """Return the records of a YAML's split; None if files are missing or have changed."""
+    if config.command:
+        return None
     try:
         records = open_split_records(config, opened.split.name)
     except DataSetError:

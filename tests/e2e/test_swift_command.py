@@ -6,6 +6,7 @@ import re
 from pathlib import Path
 from types import SimpleNamespace
 
+import attrs
 import pytest
 from datasets import Dataset, load_from_disk
 from swift.pipelines import export_main
@@ -17,6 +18,7 @@ from packplan.adapters.samples.dataset_rows import DatasetRowsFile
 from packplan.adapters.stores.lengths import DiskLengthStore
 from packplan.adapters.swift.command import open_pipeline, read_command
 from packplan.adapters.swift.packs import PlannedPacks
+from packplan.adapters.swift.plugin import _PlannedPipeline
 from packplan.adapters.swift.training import make_schedule
 from packplan.app import export, plugin
 from packplan.app.opening.command_rows import take_stored_lengths
@@ -24,7 +26,7 @@ from packplan.app.opening.commands import resolve_command
 from packplan.app.opening.stores import artefacts_folder
 from packplan.app.plan.__main__ import main as plan
 from packplan.app.planning.schedule import zero_stage
-from packplan.core.errors import ConfigError
+from packplan.core.errors import ConfigError, DataSetError
 from tests.records import chat, write_lines
 
 NUM_ROWS = 40
@@ -247,7 +249,11 @@ def test_every_command_of_a_plan_takes_a_command_of_ms_swift(command, tmp_path, 
     assert {"passed": True, "findings": []} == json.loads(run("verify", "--samples", "3", "--json", *words).out)
     lengths = ["--max-length", f"{PACKING_LENGTH},400"]
     rows = json.loads(run("whatif", *lengths, "--json", *words).out)["alternatives"]
-    assert "blue circle" in run("show", "--sample", "5", "--text", *words).out
+    shown = json.loads(run("show", "--sample", "5", "--text", "--json", *words).out)
+    line = int(shown["record"].partition(", line ")[2])
+    asked = json.loads(Path(value(words, "--dataset")).read_text().splitlines()[line - 1])["messages"][0]["content"]
+    assert asked in shown["text"][0]["text"]
+    assert json.loads(run("show", "--sample", "5", "--json", *words).out)["record"] is None, "no order of rows is known"
     assert 0 == plugin.main(["swift", "--allow-left-out", "8", "-o", str(tmp_path / "plugin.py"), *words])
 
     assert "on 2 ranks" in built
@@ -398,7 +404,10 @@ def elsewhere(words: list[str]) -> list[str]:
         ("swift rlhf {given} --rlhf_type orpo", "--rlhf_type is orpo, whose rows are not packed: leave --packing"),
         ("swift rlhf {given} --rlhf_type gkd --teacher_model m --deepspeed zero3", "is gkd, which generates answers"),
         ("swift sft --max_lenght 7", "--max_lenght is not an argument of ms-swift: write --max_length, or"),
+        ("swift sft --no-dataset-shufle", "write --no_dataset_shuffle, or"),
         ("{text} --dataset absent.jsonl#9", "--dataset is absent.jsonl#9, which does not exist"),
+        ("{text} --dataset ~nobody/a.jsonl", "--dataset is ~nobody/a.jsonl, which does not exist"),
+        ("{text} --cached_dataset /absent", "--cached_dataset is /absent, which does not exist"),
         ("{text} --tuner_type full --max_length many", "ms-swift "),
     ],
 )
@@ -406,3 +415,21 @@ def test_a_command_that_cannot_be_planned_is_refused_by_what_is_wrong(command, r
     words = command("text")
 
     assert said in run("build", *line.format(given=" ".join(words[2:]), text=" ".join(words)).split(), status=2).err
+
+
+def test_the_percentage_of_rows_to_leave_out_may_be_left_out():
+    """Of 100 rows, as the written plugin names it: 29 / 100 * 100 is less than 29 in floats."""
+    for number in range(1, 100):
+        steps = _PlannedPipeline(None, True, 1, number / 100, None, print, print, print)  # noqa: FBT003
+        left_out = (SimpleNamespace(packing=True, max_length=9), "training", number, 100)
+
+        steps._report_left_out(*left_out)
+        with pytest.raises(DataSetError, match=f"--allow-left-out {number} trains"):
+            attrs.evolve(steps, max_left_out=number / 100 - 0.001)._report_left_out(*left_out)
+
+
+def test_flags_and_names_that_ms_swift_accepts_are_not_refused(command, tmp_path):
+    names = (f"{tmp_path}:part#9", f"{tmp_path}#9", f"{'a' * 300}", "owner/data.json", "https://host/a.jsonl")
+    flags = ("--no-dataset-shuffle", "--no-gradient-checkpointing", "--system", "--- rules ---\n=")
+
+    assert resolve_command([*command("text"), *flags, "--dataset", *names]).custom.train_jsonl == names
