@@ -98,7 +98,9 @@ def size_faults(path: Path = CEILINGS) -> list[str]:
 def main() -> None:
     """Print one line for each part, or each room; check or lower the ceilings if asked."""
     if sys.argv[1:] == ["check"]:
-        sys.exit("\n".join(size_faults()))
+        if faults := size_faults():
+            sys.exit("\n".join(faults))
+        return
     if sys.argv[1:] == ["lower"]:
         lower_ceilings()
     if sys.argv[1:]:
