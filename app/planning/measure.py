@@ -31,6 +31,7 @@ from packplan.core.samples.tables import (
     RecordOutcome,
     ShortcutError,
     Table,
+    find_changed_records,
     from_tables,
     num_media,
     to_tables,
@@ -136,14 +137,15 @@ def describe_changed_records(split: Split) -> str:
     if no digests are stored, or if records were only added or removed at the end.
     """
     stored = split.stores.lengths.record_heads()
-    now = split.source.record_heads()[: len(stored)] if stored.size else stored
-    if np.array_equal(stored[: len(now)], now):
+    current = split.source.record_heads() if stored.size else stored
+    changed = find_changed_records(stored, current)
+    if changed is None:
         return ""
-    changed = np.flatnonzero(~np.isin(now, stored))
     if not changed.size:
         return "records were moved or removed"
-    number, have = f"{changed.size:,} of {counted(len(now), 'record')}", verb_for(changed.size, "is", "are")
-    return f"{number} {have} new or changed, the first is {split.source.location(int(changed[0]))}"
+    number = f"{changed.size:,} of {counted(min(len(stored), len(current)), 'record')}"
+    first = split.source.location(int(changed[0]))
+    return f"{number} {verb_for(changed.size)} new or changed, the first is {first}"
 
 
 def _measure_and_audit(split: Split, stored: StoredRows, bad: BadRecords, report: ReportProgress) -> Table:

@@ -318,6 +318,25 @@ class KnownLengths:
         return np.where(known[places] == asked, rows[places], UNKNOWN)
 
 
+def find_changed_records(stored: IntArray, current: IntArray) -> IntArray | None:
+    """
+    Return the indices of new or changed records; None if all compared records are the same.
+
+    The indices are empty if records were only moved or removed.
+
+    Args:
+        stored: First eight bytes of each stored record's digest; int64, shape (num_stored,).
+        current: First eight bytes of each current record's digest; int64, shape (num_records,).
+            Records after the first num_stored are not compared.
+
+    >>> find_changed_records(np.array([7, 8, 9]), np.array([7, 5, 9, 6]))
+    array([1])
+    """
+    compared = current[: len(stored)]
+    same = np.array_equal(compared, stored[: len(compared)])
+    return None if same else np.flatnonzero(~np.isin(compared, stored))
+
+
 @attrs.frozen
 class DataFile:
     """Name, source, shape and size of a data file when its split was measured."""

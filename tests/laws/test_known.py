@@ -13,6 +13,7 @@ from packplan.core.samples.tables import (
     MeasuredSample,
     Measurement,
     MediaFacts,
+    find_changed_records,
     from_tables,
     identity_with_media,
     to_tables,
@@ -64,3 +65,16 @@ def test_tables_give_the_measurements_and_their_media(table):
     rows = list(reversed(range(len(samples))))
 
     assert samples[::-1] == list(from_tables(*to_tables(samples), rows))
+
+
+heads = st.lists(st.integers(0, 9), max_size=9).map(lambda drawn: np.array(drawn, np.int64))
+
+
+@given(heads, heads)
+def test_changed_records_are_those_whose_digests_are_not_stored(stored, current):
+    """There are none to name if one list starts with the other."""
+    changed = find_changed_records(stored, current)
+    alike = all(one == other for one, other in zip(stored, current, strict=False))
+    event(f"alike: {alike}, changed: {None if alike else len(changed) > 0}")
+    others = [index for index, head in enumerate(current[: len(stored)]) if head not in stored]
+    assert (None if alike else others) == (None if changed is None else changed.tolist())
