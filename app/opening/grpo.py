@@ -51,7 +51,8 @@ def installed_keys() -> dict[str, TrainerKey]:
 
 def train(config: RlConfig, group: RankGroup, *, quiet: bool = False) -> GRPOTrainer:
     """
-    Train a run, save the policy to its output folder, and return the trainer.
+    Train a run, save the policy to its output folder, and return the trainer. A run that SIGTERM
+    ends before its last step saves only a checkpoint.
 
     Args:
         config: The run.
@@ -79,10 +80,11 @@ def train(config: RlConfig, group: RankGroup, *, quiet: bool = False) -> GRPOTra
     trainer.keep_checkpoints(replaces_handler=True)
     with wrap_save_errors(Path(folder)):
         trainer.train(resume_from_checkpoint=checkpoint)
+        if trainer.was_terminated:
+            log.warning("SIGTERM: grpo.resume_from_checkpoint: %s continues from this checkpoint", trainer.last_save)
+            return trainer
         trainer.save_model()
         trainer.save_state()
-    if trainer.was_terminated:
-        log.warning("SIGTERM: grpo.resume_from_checkpoint: %s continues from the saved checkpoint", trainer.last_save)
     rewards = [entry["reward"] for entry in trainer.state.log_history if "reward" in entry]
     if rewards and trainer.is_world_process_zero():
         log.info("reward %.3f -> %.3f; the policy is in %s", rewards[0], rewards[-1], folder)

@@ -193,10 +193,13 @@ def shared_arguments(arguments: Mapping[str, Any]) -> dict[str, str]:
     """
     Return each argument of a trainer that has to be the same on all ranks, with its value as JSON.
 
-    >>> shared_arguments({"learning_rate": 0.1, "output_dir": "out", "local_rank": 1})
-    {'learning_rate': '0.1', 'output_dir': '"a path"'}
+    With `data_seed`, which then orders the packs, `seed` may differ, as for dropout of each rank.
+
+    >>> shared_arguments({"data_seed": 1, "seed": 7, "output_dir": "out", "local_rank": 1})
+    {'data_seed': '1', 'output_dir': '"a path"'}
     """
-    values = _without_rank_values({"training": {**arguments}}, {})
+    own = {name: value for name, value in arguments.items() if name != "seed" or arguments.get("data_seed") is None}
+    values = _without_rank_values({"training": own}, {})
     return {key.removeprefix("training."): value for key, value in values.items()}
 
 

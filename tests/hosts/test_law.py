@@ -17,14 +17,7 @@ import packplan as pp
 from packplan.adapters.hf import following, telemetry, training
 from packplan.adapters.loaders.packs import PackInputs, flatten
 from packplan.adapters.loaders.rows import FACTS_FILE, pad_rows
-from packplan.core.errors import (
-    ArgumentError,
-    CorruptArtefactError,
-    MismatchError,
-    ModelError,
-    RunError,
-    StaleError,
-)
+from packplan.core.errors import ArgumentError, CorruptArtefactError, MismatchError, ModelError, RunError, StaleError
 from packplan.hf import row_lengths, unpad, use_plan
 from tests.hosts.law import CELLS, CONFIGS, PACKING_LENGTH, cell_of, fork_ranks, main, model_of, rows_of, trainer_of
 from tests.processes import ROOT
@@ -272,13 +265,7 @@ def test_a_step_has_as_many_packs_as_it_had_rows(tmp_path, caplog):
 
     assert -(-len(PLAN.packs) // 12) == schedule.steps_per_epoch
     assert (1, 12) == (trainer.args.per_device_train_batch_size, trainer.args.gradient_accumulation_steps)
-    told = (
-        "trains 4 packs instead of a batch of 4 rows",
-        "save_steps",
-        "eval_steps",
-        "warmup_steps",
-        "max_length",
-    )
+    told = ("trains 4 packs instead of a batch of 4 rows", "save_steps", "eval_steps", "warmup_steps", "max_length")
     assert all(name in caplog.text for name in told)
     metrics = trainer.train().metrics
     assert schedule.total_steps == trainer.state.global_step
@@ -633,7 +620,8 @@ def train_other_runs(rank, out):
             trainer.args.learning_rate *= 1 + rank
             trainer.train()
 
-    refused("learning_rate: 0.01 on rank 0; 0.02 on rank 1$", run_name=f"run {rank}")
+    refused("learning_rate: 0.01 on rank 0; 0.02 on rank 1$", run_name=f"run {rank}", seed=rank, data_seed=1)
+    refused("seed: 0 on rank 0; 1 on rank 1$", seed=rank)
     refused("weight_decay: 0.0 on rank 0; 0.1 on rank 1$", weight_decay=rank / 10)
     refused("rows of train_dataset: 20 on rank 0; 21 on rank 1$", ROWS[: 20 + rank], PACKING_LENGTH)
     refused("digest of row 0: .* on rank 0; .* on rank 1\n", ROWS[rank : 20 + rank], PACKING_LENGTH)
