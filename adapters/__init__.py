@@ -1,4 +1,8 @@
-"""Code that uses libraries, files and processes; each module or folder has a single subject."""
+"""
+Connects the core to files, processes, torch, ms-swift and other libraries.
+
+Each module or folder has a single subject.
+"""
 
 if __name__ == "adapters":  # imported by its own name, from a checkout
     from packplan.checkout import alias_installed_modules

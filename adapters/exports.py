@@ -1,5 +1,5 @@
 """
-Writes the packs of a plan for other tools: plain Parquet, Megatron-Bridge, LLaMA-Factory.
+Writes the packs of a plan to Parquet files, also for Megatron-Bridge, or for LLaMA-Factory.
 
 `export_cached_rows` writes rows with their lengths for ms-swift.
 
@@ -34,12 +34,16 @@ BATCH_TOKENS = 2**22
 """Number of tokens after which a Parquet row group or an Arrow batch is written."""
 
 _MEDIA = re.compile(r"(?:^|_)(?:image|video|audio|pixel)s?(?:_|$)")
-"""Pattern of column names for images, videos or sound. Tensors in other columns are media too."""
+"""
+Pattern of column names for images, videos or audio.
+
+If a pack has tensors other than token columns, the tensors count as media, whatever their name.
+"""
 
 _BY_TOKEN = ("input_ids", "labels", "position_ids")
 
 _INFO = Path("train", "dataset_info.json")
-"""File in a `datasets` folder; the description in this file has the plan's checksum."""
+"""File in a `datasets` folder, with the plan's checksum and packing length in its `description`."""
 
 _MULTIPLE = 8
 """LLaMA-Factory's collators pad rows to a multiple of this many tokens."""
@@ -61,8 +65,9 @@ def export_parquet(rows: Any, plan: Plan, path: str | Path, *, order: Order = No
     Write packs to a Parquet file, one row for each pack.
 
     The columns are `pack` (index), `samples` and `lengths` (a value for each sample), `input_ids`,
-    `labels` and `position_ids` (a value for each token). Labels are not shifted: the label of a
-    token is the token itself, or -100. The first token of each sample is not supervised.
+    `labels` and `position_ids` (a value for each token). Labels are not shifted: each label stands
+    at the position of its token. A token with label -100 is not supervised; nor is the first token
+    of a sample.
 
     Args:
         rows: Tokenized rows by index, with `input_ids` and optionally `labels` or masks.
@@ -188,8 +193,8 @@ def _read_packs(rows: Any, plan: Plan, order: Order, target: Path) -> Iterator[R
     Yield each pack as a row with its index, samples, lengths, tokens, labels and position ids.
 
     Raises:
-        ArgumentError: The order does not fit the plan, *target* exists, a row is not a sample, a
-            row has media, or no token is supervised.
+        ArgumentError: The rows or *order* do not fit the plan, *target* exists, a row has media or
+            is not one sample, or no token is supervised.
         StaleError: A row is not as long as planned.
     """
     packs = RowsOfPacks(rows, plan)

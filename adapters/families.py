@@ -50,7 +50,7 @@ def trained_part(model: Any) -> Any:
 
 def trained_config(config: Any) -> Any:
     """
-    Return the part of a model's configuration that describes the module of `trained_part`.
+    Return the configuration of the module that `trained_part` returns, from that of the model.
     """
     return getattr(config, "thinker_config", None) or config
 

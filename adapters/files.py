@@ -1,5 +1,7 @@
 """
-Writes files and manifests that are either complete or absent, and lets writers wait for a lock.
+Writes files that are either complete or absent, and reads and verifies them.
+
+Writers of the same folder wait for a lock.
 
 A manifest has a digest of its own content, and digests of the files that it lists.
 """
@@ -31,8 +33,8 @@ _DIGEST = "manifest_sha256"
 
 _REFUSED = re.compile(r"\(os error \d+\)|PytorchStreamWriter|inline_container")
 """
-Pattern in texts of write errors that are not an OSError, from Rust libraries and torch's ZIP
-writer.
+Pattern in the texts of write errors from Rust libraries and torch's ZIP writer, which raise no
+OSError.
 """
 
 _NO_MEMORY = re.compile(r"out of memory|can(?:'t|not) allocate memory", re.IGNORECASE)
@@ -46,7 +48,7 @@ POLL_S = 0.5
 
 
 MOST_BYTES = 2**22
-"""Largest size in bytes of a YAML or of another file of settings."""
+"""Largest accepted size of a YAML file or another file of settings, in bytes."""
 
 
 _DEEPEST, _MOST_VALUES = 64, 10**6
@@ -79,7 +81,7 @@ def read_text(path: Path, *, most: int = MOST_BYTES) -> str:
     except OSError as error:
         raise ValueError(f"cannot be read ({error.strerror}): name an existing file") from None
     except UnicodeDecodeError:
-        raise ValueError("is not UTF-8 text, so it is no YAML or JSON: name a text file of settings") from None
+        raise ValueError("is not UTF-8 text, so it is neither YAML nor JSON: name a text file of settings") from None
 
 
 def parse_json(text: str) -> Any:
@@ -224,7 +226,7 @@ def publish_file(path: Path) -> Iterator[BinaryIO]:
 
 
 def append_bytes(path: Path, data: bytes | memoryview) -> None:
-    """Append *data* to a file and flush it; readers ignore the data until a manifest counts it."""
+    """Append *data* to a file on disk; readers ignore the data until a manifest counts it."""
     with wrap_write_errors(path), path.open("ab") as file:
         file.write(data)
         file.flush()
@@ -298,7 +300,9 @@ def write_array(path: Path, array: NDArray[Any]) -> dict[str, Any]:
 
 def read_array(folder: Path, entry: Mapping[str, Any]) -> NDArray[Any]:
     """
-    Memory-map the array of a manifest's entry and return it; CorruptArtefactError if it is damaged.
+    Memory-map the array that a manifest's *entry* describes, and return the array.
+
+    CorruptArtefactError is raised if the array's file is missing or damaged.
     """
     path = folder / Path(entry["file"]).name
     array, digest = map_array(path, np.dtype(entry["dtype"]), int(entry["size"]), is_whole=True)
@@ -346,5 +350,5 @@ def broken_lines(names: Iterable[str]) -> Iterator[str]:
                     parse_json(line.decode().strip() or "{}")
                 except ValueError as error:
                     reason = str(error).partition(":")[0]
-                    yield f"names {path}, whose line {number:,} is not JSON ({reason}): correct it"
+                    yield f"names {path}, whose line {number:,} is not JSON ({reason}): correct the line"
                     break

@@ -1,5 +1,8 @@
 """
-A batch of sequences as tensors, and its microbatches: packed rows or padded batches.
+Splits a batch of sequences into microbatches, each of which is a packed row or a padded batch.
+
+`BatchedData` is the batch, `ShardedData` is a worker's part of a batch, and `Microbatch` is the
+input of one forward pass.
 
 Each field is a tensor whose first dimension has an entry for each sequence, or a list (images,
 texts) with an entry for each sequence. A tensor with a value for each token is right-padded along
@@ -80,10 +83,11 @@ class BatchedData:
         Args:
             fields: Tensors of shape (batch, …), and lists of `batch` entries. The tokens have the
                 shape (batch, width).
-            lengths: Number of tokens in each sequence; None takes the field `input_lengths_key`.
+            lengths: Number of tokens in each sequence. None reads these numbers from the field that
+                *input_lengths_key* names.
             sequence_dims: For some fields, the dimension that runs along the sequence, or None. An
-                entry is required for a field with a dimension of size `width`, unless the field's
-                name is one of `core.shard.inputs.TOKEN_FIELDS`.
+                entry is required for a field with a dimension of size `width`, unless it is the
+                only one and `core.shard.inputs.TOKEN_FIELDS` has the field's name.
             pad_values: Padding value by field, such as the pad id for tokens and -100 for labels;
                 0 for fields without an entry.
             input_key: Name of the field with the tokens.
@@ -220,7 +224,7 @@ class BatchedData:
         ArgumentError is raised if the sharding was made for other lengths.
         """
         if sharding.lengths.tolist() != self.lengths.tolist():
-            message = "the sharding was made for lengths that differ from this batch's: shard this batch"
+            message = "the sharding was made from other lengths: make the sharding from this batch's lengths"
             raise ArgumentError("batch", message)
         held = []
         for global_batches in sharding:
@@ -283,7 +287,7 @@ def _describe_field(batch: BatchedData, name: str) -> str:
 
 @attrs.frozen(eq=False)
 class ShardedData:
-    """Part of a batch for one worker: sequences, filler included, and their microbatches."""
+    """One worker's part of a batch: sequences and filler, which it splits into microbatches."""
 
     data: BatchedData
 
@@ -299,7 +303,7 @@ class ShardedData:
         return chain.from_iterable(map(self.microbatches, range(len(self.global_batches))))
 
     def microbatches(self, batch: int) -> Iterator[Microbatch]:
-        """Yield the microbatches of global batch number *batch*, packed or padded."""
+        """Yield this worker's microbatches of global batch *batch*, counted from 0."""
         first = sum(len(earlier.indices) for earlier in self.global_batches[:batch])
         cut = self.global_batches[batch]
         for (start, stop), width in zip(cut.boundaries, cut.widths.tolist(), strict=True):
@@ -354,8 +358,8 @@ class Microbatch:
         """
         Mask that is true at tokens; bool, shape (rows, width), or None for a single row.
 
-        A single row needs no mask: it is padded only at its end, or it is packed, and position ids
-        restart with each sequence.
+        A single row needs no mask. Either the row is packed, and position ids restart with each
+        sequence; or the row has one sequence, with padding only after the sequence.
         """
         if len(self.input_ids) == 1:
             return None
@@ -373,14 +377,14 @@ class Microbatch:
 
     @property
     def max_seqlen(self) -> int:
-        """Number of positions of the longest sequence with padding, as varlen kernels expect it."""
+        """Largest number of positions of a sequence with padding, which varlen kernels need."""
         return int(np.diff(self.layout.cu_seqlens_padded).max())
 
     def unpacked(self, values: Tensor, *, pad_value: float = 0) -> Tensor:
         """
-        Rearrange values of positions by sequence; shape (num_sequences, width, …).
+        Return values with one row for each sequence; shape (num_sequences, width, …).
 
-        The result is as wide as `data`.
+        Rows are as wide as those of `data`, and values of padding positions are left out.
 
         Args:
             values: Values of all positions, shape (rows * width, …).
@@ -426,7 +430,7 @@ def pack_row(batch: BatchedData, *, multiple: int, row_length: int | None = None
     ends = cu_seqlens(lengths, pad_to_multiple_of=multiple)
     if row_length is not None:
         if ends[-1] > row_length:
-            message = f"sequences of {ends[-1]:,} positions do not fit a row of {row_length:,}: raise the row length"
+            message = f"sequences of {ends[-1]:,} positions do not fit a row of {row_length:,}: raise row_length"
             raise ArgumentError("batch", message)
         ends[-1] = row_length
     layout = PackedLayout(cu_seqlens(lengths), ends)

@@ -44,7 +44,10 @@ _MOST_JSON = 2**28
 """Largest size in bytes of a model's JSON file; tokenizer files have tens of MiB."""
 
 _SAMPLED, _MOST_SAMPLED = 256, 256
-"""Largest number of bytes that a digest reads from a weight, and largest number of such weights."""
+"""
+Largest number of bytes that a digest reads from a weight, and largest number of weights that the
+digest reads.
+"""
 
 _DIGITS = 12
 """Number of hexadecimal digits of a digest that a message shows."""
@@ -67,16 +70,17 @@ def find_cached_model(name: str) -> Path | None:
 
 def find_model(name: str) -> Path:
     """
-    Return the path of a model's folder or config.json; ConfigError if there is none.
+    Return the path of a model's folder, or of its config.json; ConfigError if neither exists.
 
-    *name* is such a path, or the hub id of a cached model.
+    Args:
+        name: Path of the folder or of the config.json, or the hub id of a cached model.
     """
     path = Path(name)
     if path.is_file() or (path / "config.json").is_file():
         return path
     folder = find_cached_model(name) if is_hub_id(name) else None
     if folder is None:
-        how = "not a folder with a config.json: name one"
+        how = "not a folder with a config.json: name such a folder"
         if is_hub_id(name):
             how = (
                 f"neither a folder with a config.json nor in a local cache: download it with `{download_command(name)}`"
@@ -139,11 +143,11 @@ def config_model_type(model: ModelConfig) -> str:
 
 def model_faults(model: ModelConfig, *, loads: bool = False) -> tuple[Fault, ...]:
     """
-    Return the faults of a model's config.json, or those of its weights if config.json has none.
+    Return the faults of a model's configuration files, or else the first fault of its weights.
 
     Args:
         model: Section `model` of the run.
-        loads: Whether the run loads the weights, so that they are checked too.
+        loads: Whether the run loads the weights; if not, the weights are not checked.
     """
     try:
         config_content(model)
@@ -183,7 +187,7 @@ def config_content(model: ModelConfig) -> Mapping[str, Any]:
 
 
 def _require_end_tokens(path: Path) -> None:
-    """Refuse a generation_config.json whose end tokens are not token ids, as trainers need."""
+    """Refuse a generation_config.json that is damaged or whose end tokens are not token ids."""
     if not path.is_file():
         return
     try:
@@ -197,7 +201,9 @@ def _require_end_tokens(path: Path) -> None:
 
 
 def config_architecture(model: ModelConfig) -> str:
-    """Return the first architecture in a model's config.json; without any, the model type."""
+    """
+    Return the first architecture in a model's config.json, or the model type if there is none.
+    """
     content = config_content(model)
     return str((content.get("architectures") or [content["model_type"]])[0])
 
@@ -308,7 +314,7 @@ def _read_header(path: Path) -> Mapping[str, Any]:
 
 
 def _require_whole_file(path: Path) -> None:
-    """Raise ConfigError if a file is truncated, is a git-lfs pointer or has no weights."""
+    """Raise ConfigError if a file is truncated, is a git-lfs pointer or is not a weight file."""
     with path.open("rb") as file:
         start = file.read(8)
     if start == _POINTER:
@@ -322,10 +328,9 @@ def _require_whole_file(path: Path) -> None:
 
 def config_digest(model: ModelConfig) -> str:
     """
-    Return the digest of a model's config.json and, if the run may execute it, its Python code.
+    Return a digest of a model's config.json; ConfigError if that file cannot be used.
 
-    `model.trust_remote_code` allows the code to run. ConfigError is raised if there is no
-    config.json.
+    With `model.trust_remote_code`, the digest also covers the Python files in the model's folder.
     """
     digest = hashlib.sha256(json.dumps(config_content(model), sort_keys=True).encode())
     if model.trust_remote_code:

@@ -1,7 +1,7 @@
 """
-Saves and restores a model's mode, its buffers and the random states. Computes gradient norms.
+Restores a model's mode, buffers and random states, and computes norms of weights and gradients.
 
-Before weights are saved, the root mean square of the trained weights is checked too.
+Trainers check the root mean square of the trained weights before they save a checkpoint.
 
 After a step with a learning rate of 1e30, for example, weights are finite but useless. The loss of
 another forward pass may be finite too, since norm layers divide by the huge values. The root mean
@@ -200,7 +200,7 @@ def load_by_model_class(model: Any, checkpoint: str) -> bool:
 
 def weight_gradients(model: torch.nn.Module, loss: torch.Tensor) -> Gradients:
     """
-    Return the gradient of *loss* by name of the weight, for each trained weight that it depends on.
+    Return the gradient of *loss* for each trained weight that affects *loss*, by weight name.
     """
     named = [(name, one) for name, one in model.named_parameters() if one.requires_grad]
     found = torch.autograd.grad(loss, [one for _, one in named], allow_unused=True)
@@ -215,7 +215,11 @@ def add_gradients(total: Gradients, gradients: Gradients) -> float:
 
 
 def difference_norms(found: Gradients, expected: Gradients) -> Mapping[str, float]:
-    """Return the norm of each weight's gradient difference; a missing gradient counts as 0."""
+    """
+    Return, by weight name, the norm of the difference between two gradients of the weight.
+
+    A gradient that is missing on one side counts as 0.
+    """
     norms = {}
     for name in {**found, **expected}:
         mine, own = (part[name].double() if name in part else 0.0 for part in (found, expected))

@@ -1,11 +1,11 @@
 """
 Starts processes that, on Linux, end when their parent ends, even if SIGKILL ends the parent.
 
-Each process that Packplan starts calls `end_with_parent` first: measuring processes, loader
-workers, ranks of a launcher, servers of engines, benchmarks. Rank 0's heartbeat does not call it,
-since the heartbeat has to outlive rank 0 for a moment. The heartbeat detects the end of rank 0 by a
-pipe. Ray takes up to a minute to end its actors, so actors on the driver's machine call
-`end_with_process` to watch the driver.
+Measuring processes, loader workers and processes of benchmarks call `end_with_parent` first. Ranks
+of a launcher call `end_with_launcher`. Rank 0's heartbeat calls neither, since the heartbeat has to
+outlive rank 0 for a moment. The heartbeat detects the end of rank 0 by a pipe. Ray takes up to a
+minute to end its actors, so actors on the driver's machine call `end_with_process` to watch the
+driver.
 """
 
 import ctypes
@@ -135,7 +135,7 @@ def open_pool(workers: int, prepare: Callable[..., None], *arguments: Any) -> Pr
 
 
 class ForkedProcesses(Generic[T]):
-    """Pool of forked processes that compute blocks; see `core.ports.BlockExecutor`."""
+    """Pool of forked processes that measure blocks of samples; see `core.ports.BlockExecutor`."""
 
     block_size = 32
 

@@ -1,8 +1,8 @@
 """
-Shows progress and the remaining time: a bar on a terminal, otherwise a log line every 30 s.
+Shows progress and the remaining time by a bar on a terminal, or else by a log line every 30 s.
 
-`hide` turns bars and lines off. `TrainingBar` is the bar for optimizer steps. In other programs,
-such as a script with TRL, warnings begin with the name of Packplan.
+`hide` turns bars and lines off. `TrainingBar` is the bar for optimizer steps. In a program that
+sets up no logging, such as a script with TRL, each of Packplan's warnings begins with `packplan`.
 """
 
 import gc
@@ -26,7 +26,7 @@ LINE_S = 30.0
 """Seconds between two log lines about the same stage."""
 
 BRIEF_S = 2.0
-"""Seconds before a bar appears for a stage that may be short, passed on as `delay=BRIEF_S`."""
+"""Value of `delay` for stages that may be short: seconds before their bar appears."""
 
 _LOADING = "packplan: loading torch, transformers and ms-swift …"
 
@@ -70,10 +70,10 @@ def loading_libraries(*, file: TextIO | None = None) -> Iterator[None]:
 
 def progress(items: Iterable[Any] | None = None, *, on_terminal: bool = True, **options: Any) -> Any:
     """
-    Return a tqdm bar that iterates over *items*, or one that the caller updates.
+    Return a tqdm bar, which becomes a log line every `LINE_S` seconds if there is no terminal.
 
     Args:
-        items: Items to iterate over; None for a bar that the caller updates.
+        items: Items over which the bar iterates; None if the caller updates the bar.
         on_terminal: Whether a terminal shows the bar; false if another bar shows the same stage.
         **options: Options of tqdm.
     """
@@ -147,7 +147,7 @@ class TrainingBar:
 
 class _HostLines(logging.Handler):
     """
-    Handler for programs that set up no logging: Python's last resort, with a name before each line.
+    Handler that prints Packplan's warnings, after its name, in programs that set up no logging.
     """
 
     def emit(self, record: logging.LogRecord) -> None:

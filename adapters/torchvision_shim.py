@@ -1,11 +1,11 @@
 """
 Makes torchvision importable with a torch that is built for CPUs.
 
-The published torchvision is a CUDA build. With a CPU-only torch, importing torchvision fails, since
-it adds meta implementations to two operators that are not registered. Qwen-VL's processor needs
-only torchvision's pure-Python part, so declaring the two operators is enough. A torchvision that is
-built for the installed torch is not changed. `packplan.adapters` calls `install` before it imports
-any library that imports torchvision.
+The torchvision on PyPI is built for CUDA. With a CPU-only torch, importing torchvision fails, since
+torchvision adds meta implementations to two operators that are not registered. Qwen-VL's processor
+needs only torchvision's pure-Python part, so declaring the two operators is enough. A torchvision
+that is built for the installed torch is not changed. `packplan.adapters` calls `install` before
+importing any library that imports torchvision.
 """
 
 import sys

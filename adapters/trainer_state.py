@@ -29,7 +29,9 @@ _DIGEST_KEY = "packplan_sha256"
 
 def name_older(checkpoint: Path) -> str:
     """
-    Return words that name the newest older checkpoint in the same folder; "" if there is none.
+    Return ", such as PATH" for a message, where PATH is the latest earlier checkpoint.
+
+    Without an earlier checkpoint in the same folder, "" is returned.
 
     Args:
         checkpoint: Folder of a checkpoint that cannot be resumed from.
@@ -41,7 +43,11 @@ def name_older(checkpoint: Path) -> str:
 
 
 def lacks_optimizer(checkpoint: Path) -> bool:
-    """Return whether a checkpoint has no state of the optimizer, or none of the learning rate."""
+    """
+    Return whether a checkpoint has no state of the optimizer, or none of the learning rate.
+
+    A checkpoint with a folder `global_step*` of DeepSpeed counts as having both.
+    """
     whole = (checkpoint / "scheduler.pt").is_file() and any(checkpoint.glob("*optimizer*"))
     return not (whole or any(checkpoint.glob("global_step*")))
 
@@ -65,7 +71,7 @@ def read_trainer_state(folder: Path) -> dict[str, Any]:
     Return the trainer's state in a checkpoint of Packplan or of another program.
 
     Raises:
-        OSError: The file of the state is missing.
+        OSError: The file `trainer_state.json` cannot be read.
         CorruptArtefactError: The state is damaged, or Packplan wrote it and its digest is missing.
     """
     path = folder / STATE
@@ -101,10 +107,10 @@ def require_same_step(folder: Path, state: Mapping[str, Any], step: int) -> None
 
 def find_other_parts(folder: Path, *, stage: int | None, num_ranks: int) -> str | None:
     """
-    Return the reason why a run cannot load a checkpoint's optimizer; None if it can load it.
+    Return the reason why a run cannot load a checkpoint's optimizer; None if the run can load it.
 
     DeepSpeed's files may be missing, or may belong to another ZeRO stage or number of ranks. Only
-    the names of files are checked, except for the short file `latest`.
+    the names of files are checked, and the content of the short file `latest`.
 
     Args:
         folder: Folder of the checkpoint.

@@ -22,7 +22,7 @@ from torch.utils._pytree import tree_leaves
 from packplan.core.errors import ArgumentError
 
 SEEING: WeakSet[nn.Module] = WeakSet()
-"""Language models inside models whose vision tower runs in each call."""
+"""Language models of models in which `ensure_tower_runs` has added its hooks."""
 
 
 def parameter_names(function: Callable[..., Any]) -> set[str]:
@@ -45,7 +45,7 @@ def _language_model_attribute(part: Any) -> str | None:
 
 @attrs.frozen(eq=False)
 class DummyImage:
-    """Image, and the part of a model that computes image features."""
+    """Dummy image, with which a model's vision tower runs on a batch without images."""
 
     inner: Any
     """Module with the vision tower, the language model and `get_image_features`."""
@@ -141,10 +141,9 @@ class DummyImage:
 
 def count_tower_runs(model: nn.Module, given: Mapping[str, Any]) -> int:
     """
-    Return how often a call runs the vision tower for its images and videos.
+    Return how often a call runs the vision tower for its images and videos, to compare ranks.
 
-    The result is always 0 after `ensure_tower_runs`, since all calls then run the tower equally
-    often.
+    After `ensure_tower_runs`, ranks cannot differ, so 0 is returned.
 
     Args:
         model: Model that is called.

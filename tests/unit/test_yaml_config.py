@@ -280,7 +280,7 @@ def test_one_yaml_builds_on_another(tmp_path: Path):
         ("custom: {source_names: [a]}\n", "a mapping, such as"),
         ("!!python/object/apply:os.getcwd []\n", "not valid YAML"),
         ("a: \0b", r"is not valid YAML: unacceptable character #x0000"),
-        (b"\xff\xfe\0", "is not UTF-8 text, so it is no YAML"),
+        (b"\xff\xfe\0", "is not UTF-8 text, so it is neither YAML"),
         (None, r"run\.yaml cannot be read"),
         ("a: " + "[" * 500 + "]" * 500, "nested too deeply"),
         ("a: " + "{a: " * 100 + "1" + "}" * 100, "nested more than 64 deep"),
