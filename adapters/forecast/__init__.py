@@ -1,3 +1,3 @@
 """
-Measurements for the forecast of a run: a step's memory, by tracing, and the seconds of steps.
+Measures what the forecast of a run needs: a step's memory, by tracing, and the seconds of steps.
 """

@@ -94,7 +94,7 @@ def measure_steps(
 
 def pair_with_flops(terms: StepFlops, seconds: Sequence[float]) -> list[MeasuredStep]:
     """
-    Return the seconds of each step together with the FLOPs of the step's busiest ranks.
+    Return the seconds of each step, its number of microbatches and the FLOPs of its busiest ranks.
 
     Args:
         terms: FLOPs of the steps of an epoch.

@@ -32,9 +32,7 @@ from packplan.core.errors import ModelError
 from packplan.core.forecast import MemoryKind, ModelSharding, StepTrace
 
 _MOST_TOKENS = 131_072
-"""
-Longest packing length to try if the model's config.json states no maximum number of positions.
-"""
+"""Longest packing length to try if the model's config.json sets no limit to positions."""
 
 
 class TracedTrainer(CheckedTrainer):
@@ -62,7 +60,7 @@ class StepTracer:
     """Whether a step has several microbatches, so that gradients stay in memory between them."""
 
     on_gpu: bool
-    """Whether to trace a GPU's attention kernel, and an optimizer with `foreach`."""
+    """Whether to trace the attention kernel and the `foreach` optimizer of a GPU, not of a CPU."""
 
     _tracer: MemoryTracer = attrs.field(init=False)
 
@@ -89,10 +87,11 @@ class StepTracer:
         """
         Trace an optimizer step on a pack: forward pass, backward pass and update.
 
-        ModelError names the function of the model that cannot be traced.
-
         Args:
             samples: Encoded samples of the pack.
+
+        Raises:
+            ModelError: The step cannot be traced. The message names the function of the model.
         """
         batch = self._collate(samples)
         trainer, tracer, sharded = self.trainer, self._tracer, self.sharding == "fsdp2"
@@ -127,7 +126,7 @@ class StepTracer:
     @property
     def max_tokens(self) -> int:
         """
-        Number of positions that the model's config.json allows; `_MOST_TOKENS` if it has no limit.
+        Longest packing length to try: the model's maximum number of positions, or `_MOST_TOKENS`.
         """
         config = self.trainer.template.get_base_model(self.trainer.model).config.get_text_config()
         return int(getattr(config, "max_position_embeddings", None) or _MOST_TOKENS)

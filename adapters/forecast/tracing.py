@@ -85,14 +85,16 @@ class MemoryTracer(TorchDispatchMode):  # type: ignore[no-untyped-call]  # of to
             yield
 
     def record_empty(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Record a tensor and return it; a floating-point tensor loses its content."""
+        """
+        Record and return a tensor, or its replacement without content if it is floating-point.
+        """
         if tensor.is_floating_point() and not isinstance(tensor, FakeTensor):
             tensor = torch.empty(tensor.shape, dtype=tensor.dtype)
         self.record_block(tensor)
         return tensor
 
     def record_block(self, tensor: torch.Tensor) -> int:
-        """Return the index of a tensor's memory block, which is recorded if it is new."""
+        """Record a tensor's memory block if the block is new, and return the block's index."""
         local = local_part(tensor)
         storage = local.untyped_storage()
         if storage._cdata not in self._numbers:  # noqa: SLF001  # identity of the memory
@@ -126,7 +128,9 @@ class MemoryTracer(TorchDispatchMode):  # type: ignore[no-untyped-call]  # of to
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        """Run an operator, and record new storages. Floating-point results have no content."""
+        """
+        Run an operator, and record the memory of its results; floats among these have no content.
+        """
         if func is _DEVICE:
             return args[0].fake_device if isinstance(args[0], FakeTensor) else func(*args)
         if any(issubclass(one, DTensor) for one in types):

@@ -75,4 +75,4 @@ def wrap_rendezvous_errors(environment: Mapping[str, str] | None = None) -> Iter
         place = f"{environment.get('MASTER_ADDR')}:{environment.get('MASTER_PORT')} (MASTER_ADDR, MASTER_PORT)"
         who = f"rank {environment.get('RANK')} cannot connect to the {environment.get('WORLD_SIZE')} ranks at {place}"
         reason = " ".join(str(error).split())[:250]
-        raise RunError("rank_gone", f"{who}: {reason}; start all with torchrun and a free --master-port") from error
+        raise RunError("rank_gone", f"{who}: {reason}; use torchrun and a free --master-port") from error

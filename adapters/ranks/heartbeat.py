@@ -28,7 +28,7 @@ BEAT, DIED = "beat", "died"
 
 
 class Heartbeat:
-    """Heartbeat that shows in a store that this process is alive, from construction to `stop`."""
+    """Writes to a store that rank 0, which is this process, is alive; runs until `stop`."""
 
     def __init__(self, store: Store) -> None:
         """Start the heartbeat's process, which opens its own connection to the store."""

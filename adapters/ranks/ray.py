@@ -25,7 +25,7 @@ LOST_S = 5.0
 """Seconds to wait, after a worker's failure, for Ray's report that another worker died."""
 
 END_S = 10.0
-"""Seconds that workers have to end their own processes before they are killed."""
+"""Seconds that workers have to end their own processes before the workers are killed."""
 
 START_S = 300.0
 """Seconds to wait for the first worker to start, and then for each further worker."""
@@ -44,10 +44,13 @@ class _RankActor:
 
     def build_worker(self, make: Callable[[], Any], environment: Mapping[str, str], driver: tuple[str, int]) -> int:
         """
-        Set *environment*, build the worker as the rank it describes, and return the process id.
+        Build this rank's worker, and return the id of this process.
 
-        *driver* is the node id and process id of the driver. On the driver's node this process ends
-        when the driver ends; on other nodes Ray ends it.
+        Args:
+            make: Function that builds the worker.
+            environment: Environment variables of this rank, which are set before *make* is called.
+            driver: Node id and process id of the driver. On the driver's node, this process ends
+                when the driver ends; on other nodes, Ray ends this process.
         """
         node, pid = driver
         if node == ray.get_runtime_context().get_node_id():
@@ -87,6 +90,7 @@ class RayWorkers:
 
         Raises:
             RunError: Ray cannot be reached, or a worker cannot be started or built.
+            PackplanError: *make* raised this error, which is passed on unchanged.
         """
         self.num_workers = num_workers
         here: dict[str, Any] = (
@@ -144,7 +148,7 @@ class RayWorkers:
         ray.shutdown()
 
     def _collect(self, method: str, calls: Sequence[Any], *, timeout_s: float | None = None) -> list[Any]:
-        """Return the result of each call; if one fails, kill all workers and raise RunError."""
+        """Return the results of calls; if a call fails, kill all workers and raise an error."""
         left, failures = list(calls), dict[Any, RayError]()
         while left and not failures:
             ready, left = ray.wait(left, num_returns=1, timeout=timeout_s)
@@ -170,7 +174,7 @@ class RayWorkers:
 
 
 def _find_failures(calls: Sequence[Any]) -> dict[Any, RayError]:
-    """Return the error of each failed call among *calls*; all of them have ended."""
+    """Return the error of each failed call among *calls*, all of which have ended."""
     found = {}
     for call in calls:
         try:

@@ -1,8 +1,8 @@
 """
 Measures blocks of samples on a Ray cluster; each block is one Ray task.
 
-Each worker process opens the template and the records once, by a function from Ray's object store.
-Later blocks reuse them. If a node or process is lost, Ray runs its tasks again elsewhere.
+Each worker process opens the template and the records once, by a function from Ray's object store,
+and reuses both for later blocks. If a node or process is lost, Ray runs its tasks again elsewhere.
 """
 
 import logging

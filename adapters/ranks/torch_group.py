@@ -1,5 +1,7 @@
 """
-Ranks over torch.distributed: rank 0 builds arrays, and the other ranks wait for its broadcast.
+Connects the ranks of a run by torch.distributed.
+
+Rank 0 builds arrays, such as a plan, and broadcasts them to the other ranks, which wait.
 
 `RankWorkers` runs a user's worker object on each rank, with the shard of that rank.
 """
@@ -213,7 +215,7 @@ class TorchGroup:
 
     def _await_description(self, key: str, timeout_s: float) -> list[tuple[str, str, list[int]]]:
         awaited = (
-            "for rank 0 to measure and plan (training.packing_wait_timeout_s): raise it, or set it to 0 to wait for "
+            "for rank 0 to measure and plan: raise training.packing_wait_timeout_s, or set this key to 0 to wait for "
             "ever"
         )
         answer = json.loads(self._await_keys([key], timeout_s, "rank_zero", awaited=awaited)[0])
@@ -262,7 +264,7 @@ def _await_readers(store: Store, key: str, world_size: int) -> None:
     try:
         store.wait(acknowledged, timedelta(seconds=_ACKNOWLEDGE_S))
     except dist.DistStoreError:
-        log.warning("some ranks did not receive within %.0f s the reason why the run ends", _ACKNOWLEDGE_S)
+        log.warning("some ranks have not received the reason why the run ends, after waiting %.0f s", _ACKNOWLEDGE_S)
 
 
 def _error_text(error: BaseException) -> str:

@@ -1,1 +1,5 @@
-"""Lengths and plans on disk: each file is complete or absent, and one process writes at a time."""
+"""
+Stores lengths and plans on disk.
+
+A manifest appears only when the files that it lists are complete. One process writes at a time.
+"""

@@ -40,7 +40,7 @@ def write_length_table(
     Args:
         stored: Measurements of all records.
         identities: Identity of each record, as in `KnownLengths.identities`.
-        path: Parquet file; an existing one is replaced.
+        path: Parquet file to write; an existing file is replaced.
         key: Fingerprint of all inputs of the measurements except the data.
         files: Data files of the records.
 
@@ -76,7 +76,7 @@ def read_length_table(path: Path) -> KnownLengths:
     Return the measurements in a table that `write_length_table` wrote.
 
     Raises:
-        ArgumentError: The file is damaged, or is not a table in the format of this version.
+        ArgumentError: The file is missing, damaged or not a table in the format of this version.
     """
     _read_header(path)
     try:

@@ -1,12 +1,12 @@
 """
 Stores measured lengths in files of fixed-width rows, described by the manifest `lengths.json`.
 
-`lengths.bin` has a row of little-endian int32 for each record, `images.bin` a row of int64 for each
-image and each video. `record_heads.bin` has the start of each record's digest, so that a changed
-record can be named. Rows are appended and flushed before the manifest, which has their number and
-digest, is written. So all rows that a manifest counts are complete. Resuming removes any rows that
-the manifest does not count. The manifest also has a digest of the measured records. If later
-records are added or changed, the stored rows stay valid.
+`lengths.bin` has a row of little-endian int32 for each record, and `images.bin` has a row of int64
+for each image and each video. `record_heads.bin` has the start of each record's digest, so that a
+changed record can be named. Rows are appended and flushed before the manifest, which has their
+number and digest, is written. So all rows that a manifest counts are complete. Resuming removes any
+rows that the manifest does not count. The manifest also has a digest of the measured records. If
+later records are added or changed, the stored rows stay valid.
 """
 
 import hashlib
@@ -138,6 +138,8 @@ class DiskLengthStore:
         """
         Return the rows stored under *key*, and prepare to append the records that follow.
 
+        If this folder has no rows, the rows in *lengths_from* are copied into it first.
+
         Args:
             key: Fingerprint of all inputs of the measurements except the data.
             num_records: Current number of records.
@@ -147,7 +149,7 @@ class DiskLengthStore:
         Raises:
             StaleError: The stored measurements have another key, or other data.
             CorruptArtefactError: The stored files are damaged.
-            ConfigError: The output folder of *lengths_from* does not exist.
+            ConfigError: The run's folder that contains *lengths_from* does not exist.
         """
         self._key, self._num_records = key, num_records
         stored = self.read(key, num_records, data_digest)
@@ -173,13 +175,17 @@ class DiskLengthStore:
 
     def read(self, key: Fingerprint, num_records: int, data_digest: Callable[[int], str]) -> StoredRows:
         """
-        Return the rows stored under *key* in this folder, without writing anything.
+        Return the rows stored under *key* in this folder, which may be none; write nothing.
 
         Args:
             key: Fingerprint of all inputs of the measurements except the data.
             num_records: Current number of records.
             data_digest: Function that takes a number n, and returns the current digest of the first
                 n records without bad records.
+
+        Raises:
+            StaleError: The stored measurements have another key, or other data.
+            CorruptArtefactError: The stored files are damaged.
         """
         manifest = files.read_manifest(self._manifest, SCHEMA)
         if manifest is None:
@@ -225,7 +231,7 @@ class DiskLengthStore:
                 try:
                     files.read_array(self.folder, manifest["record_heads"])
                 except CorruptArtefactError as error:
-                    found.append(attrs.evolve(error, remedy="packplan plan build writes it again"))
+                    found.append(attrs.evolve(error, remedy="packplan plan build writes this file again"))
         return found
 
     def append(self, rows: StoredRows, data_digest: str, *, bad: Sequence[BadRecord] = ()) -> None:
@@ -278,7 +284,7 @@ class DiskLengthStore:
             files.write_manifest(self._manifest, {**manifest, "record_heads": entry})
 
     def record_heads(self) -> NDArray[np.int64]:
-        """Return what `save_record_heads` saved; empty if nothing is saved, or if it is damaged."""
+        """Return the saved starts of the records' digests; empty if they are missing or damaged."""
         with collect_damage([]):
             if entry := (files.read_manifest(self._manifest, SCHEMA) or {}).get("record_heads"):
                 return files.read_array(self.folder, entry)

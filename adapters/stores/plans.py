@@ -1,5 +1,5 @@
 """
-Plans on disk: `raw_plan.json`, its arrays, and `plan_ws<W>.json` for each world size W.
+Stores a plan as `raw_plan.json` with its arrays, and `plan_ws<W>.json` for each world size W.
 
 If each epoch has its own plan, only the first plan is stored, and `schedule_ws<W>.json` has a
 record of each epoch.
@@ -67,7 +67,9 @@ class DiskPlanStore:
         self._manifest = folder / "raw_plan.json"
 
     def load(self, key: Fingerprint) -> RawPlan | None:
-        """Return the plan saved under *key*, or None; CorruptArtefactError if it is damaged."""
+        """
+        Return the plan saved under *key*, if any; CorruptArtefactError if the plan is damaged.
+        """
         with _advise_to_delete(self._manifest):
             manifest = files.read_manifest(self._manifest, SCHEMA)
             if manifest is None:
@@ -181,7 +183,9 @@ class DiskPlanStore:
         return sorted(self.folder.glob("plan_ws*.json"))
 
     def _read_plan(self, manifest: Mapping[str, Any]) -> RawPlan:
-        """Read the plan that a manifest describes; CorruptArtefactError if they do not match."""
+        """
+        Read the plan that a manifest describes; CorruptArtefactError if the arrays do not fit it.
+        """
         arrays = {name: files.read_array(self.folder, entry) for name, entry in manifest["arrays"].items()}
         try:
             plan = plan_from_arrays(arrays)
@@ -251,7 +255,7 @@ def _require_alignment(path: Path, manifest: Mapping[str, Any], plan: RawPlan) -
         differing.append("file name")
     if differing:
         reason = f"it differs from the raw plan in: {', '.join(differing)}"
-        raise CorruptArtefactError(str(path), reason, "delete it: the next run derives it again")
+        raise CorruptArtefactError(str(path), reason, "delete this file: the next run writes it again")
 
 
 class DiskVerdictStore:
@@ -262,7 +266,7 @@ class DiskVerdictStore:
 
     def load(self, key: Fingerprint) -> PackingVerdict | None:
         """
-        Return the verdict saved under *key*, or None; CorruptArtefactError if it is damaged.
+        Return the verdict saved under *key*, if any; CorruptArtefactError if its file is damaged.
         """
         with _advise_to_delete(self._manifest):
             manifest = files.read_manifest(self._manifest, VERDICT_SCHEMA)

@@ -237,7 +237,7 @@ def test_any_damage_of_any_artefact_is_found(whole):
     assert [] == damage(whole)
     (whole / "record_heads.bin").unlink()
     (error,) = DiskLengthStore(whole).damage()
-    assert "it is missing; packplan plan build writes it again" in str(error)
+    assert "it is missing; packplan plan build writes this file again" in str(error)
     DiskLengthStore(whole).save_record_heads(lambda: np.arange(10))
     assert [] == damage(whole)
     assert (ROWS.tolist(), PLAN) == (taken(DiskLengthStore(whole)), DiskPlanStore(whole).load(KEY))
