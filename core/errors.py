@@ -70,6 +70,9 @@ class PackplanError(Exception):
     details: Mapping[str, Any] = MappingProxyType({})
     """Numbers and names in the fact: name -> value."""
 
+    is_printed = False
+    """Whether the user has seen the error, on this rank, or on rank 0 if that raises it too."""
+
     def _full_text(self) -> str:
         """Return the complete fact without a limit on its length."""
         return super().__str__()
@@ -227,8 +230,7 @@ class StaleError(_FactError, UserError):
         fact = format_lines(f"this run cannot resume from {checkpoint}, since these have changed", shown)
         if keys == {SHARED_BY}:
             return cls("fewer_ranks", fact, facts)
-        reordered = "order_version" in keys
-        return cls("changed_order" if reordered else "changed_plan", fact, facts)
+        return cls("changed_order" if "order_version" in keys else "changed_plan", fact, facts)
 
     @classmethod
     def for_file(cls, name: str, found: str) -> StaleError:

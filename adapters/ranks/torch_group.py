@@ -184,9 +184,22 @@ class TorchGroup:
             self._heartbeat = None
 
     def report_failure(self, error: Exception) -> None:
-        """Write the error that ends this rank to the store, where waiting ranks read it."""
+        """
+        Write the error that ends this rank to the store, where waiting ranks read it.
+
+        If rank 0 has raised and printed the same error, *error* counts as printed. Rank 0 waits
+        until the others know, since its process may run the store.
+        """
+        known = [f"failed/{rank}" for rank in range(1, self.world_size)]
         with suppress(dist.DistError):
-            self._store.set(DIED, f"rank {self.rank} failed: {_error_text(error)}")
+            if not isinstance(error, RunError):
+                self._store.set(DIED, f"rank {self.rank} failed: {_error_text(error)}")
+            if self.rank == 0:
+                self._store.set("failed", _error_text(error))
+                _await_soon(self._store, known)
+            elif _await_soon(self._store, ["failed"]):
+                _mark_if_repeated(error, self._store.get("failed").decode())
+                self._store.set(known[self.rank - 1], "")
 
     def leave(self) -> None:
         """Leave the group together with all ranks, since one rank's process may run the store."""
@@ -260,11 +273,22 @@ def _empty_arrays(described: list[tuple[str, str, list[int]]]) -> dict[str, NDAr
 def _await_readers(store: Store, key: str, world_size: int) -> None:
     # The store may run in this process, and a launcher ends the other ranks as soon as this process
     # ends.
-    acknowledged = [f"{key}/read/{rank}" for rank in range(1, world_size)]
-    try:
-        store.wait(acknowledged, timedelta(seconds=_ACKNOWLEDGE_S))
-    except dist.DistStoreError:
+    if not _await_soon(store, [f"{key}/read/{rank}" for rank in range(1, world_size)]):
         log.warning("some ranks have not received the reason why the run ends, after waiting %.0f s", _ACKNOWLEDGE_S)
+
+
+def _await_soon(store: Store, keys: list[str]) -> bool:
+    """Return whether a store has *keys*, now or within `_ACKNOWLEDGE_S`."""
+    end = time.monotonic() + _ACKNOWLEDGE_S
+    while not (found := store.check(keys)) and time.monotonic() < end:
+        time.sleep(_CHECK_S)  # `wait` would print a warning if it times out
+    return found
+
+
+def _mark_if_repeated(error: Exception | None, first: str) -> None:
+    """Mark an error of a rank above 0 as printed if its text is *first*, which rank 0 prints."""
+    if isinstance(error, PackplanError) and _error_text(error) == first:
+        error.is_printed = True
 
 
 def _error_text(error: BaseException) -> str:
@@ -310,19 +334,26 @@ def join_launch(*, timeout_s: float = 1800.0, refusal: Exception | None = None) 
         RunError: Another rank refuses the run, or has not joined this launch after *timeout_s*.
         RuntimeError: A rank has not connected to the store after *timeout_s*.
     """
-    if refusal is not None:
-        log.warning("the run is refused, and the other ranks will raise this error too: %s", _error_text(refusal))
-    store, rank, world_size = next(rendezvous("env://", timeout=timedelta(seconds=timeout_s)))
-    # An earlier attempt or launch may have used the same store; its entries must not be read.
-    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-    launch = _agree_on_launch(PrefixStore(f"packplan/{attempt}", store), rank, world_size, timeout_s)
+    told = "" if refusal is None else _error_text(refusal)
+    warn = threading.Timer(_WARN_EVERY_S, log.warning, ("waiting for other ranks, to end with this error: %s", told))
+    if told:
+        warn.start()
+    try:
+        store, rank, world_size = next(rendezvous("env://", timeout=timedelta(seconds=timeout_s)))
+        # An earlier attempt or launch may have used the same store; its entries must not be read.
+        attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+        launch = _agree_on_launch(PrefixStore(f"packplan/{attempt}", store), rank, world_size, timeout_s)
+    finally:
+        warn.cancel()
     own = PrefixStore(f"packplan/{attempt}/{launch}", store)
-    own.set(f"met/{rank}", "" if refusal is None else _error_text(refusal))
+    own.set(f"met/{rank}", told)
     reasons = [own.get(f"met/{number}").decode() for number in range(world_size)]
     if any(reasons):
         own.set(f"met/read/{rank}", "")
         if rank == 0:
             _await_readers(own, "met", world_size)
+    if rank:
+        _mark_if_repeated(refusal, reasons[0])
     if refusal is not None or not any(reasons):
         return own, rank, world_size
     first = next(number for number, reason in enumerate(reasons) if reason)

@@ -128,7 +128,7 @@ def run_command(
 
     The status is 0 after success, 2 for a user's error or a full disk, and 3 for a failed check. It
     is 1 for a closed pipe, 130 for Ctrl-C, and 143 for SIGTERM. Any other exception is a bug, and
-    is raised.
+    is raised. An error that all ranks raise alike is printed by rank 0 alone.
 
     Args:
         command: Function that does the work, and returns True if SIGTERM ended it early.
@@ -151,8 +151,7 @@ def run_command(
         terminated = command()
         _flush()
     except PackplanError as error:
-        rank = os.environ.get("RANK")
-        _print_error(f"error{f' (rank {rank})' if rank else ''}: {text(str(error))}")
+        print_once(error, text)
         return VERIFICATION_FAILED if isinstance(error, VerificationError) else USER_ERROR
     except KeyboardInterrupt:
         _print_error(f"interrupted: {kept}")
@@ -167,6 +166,20 @@ def run_command(
             raise
         return _report_full_disk(error)
     return TERMINATED if terminated is True else 0
+
+
+def print_once(error: Exception, text: Callable[[str], str] = str) -> None:
+    """
+    Print an error of Packplan with the rank, unless it has been printed. Other errors are bugs.
+
+    Args:
+        error: The error.
+        text: Function that converts the message before it is shown.
+    """
+    if isinstance(error, PackplanError) and not error.is_printed:
+        rank = os.environ.get("RANK")
+        _print_error(f"error{f' (rank {rank})' if rank else ''}: {text(str(error))}")
+        error.is_printed = True
 
 
 def _raise_file_limit() -> None:
@@ -225,10 +238,8 @@ def _report_full_disk(error: OSError) -> int:
     except OSError as of_output:
         return _report_output_error(of_output)
     reason = error.strerror or str(error)
-    if error.filename is None:
-        _print_error(f"error: standard output or a file cannot be written: {reason}; {_ELSEWHERE}")
-    else:
-        _print_error(f"error: {OutputError(str(error.filename), reason)}")
+    unnamed = f"standard output or a file cannot be written: {reason}; {_ELSEWHERE}"
+    _print_error(f"error: {unnamed if error.filename is None else OutputError(str(error.filename), reason)}")
     return USER_ERROR
 
 
@@ -275,11 +286,9 @@ def time_text(seconds: float) -> str:
     >>> [time_text(one) for one in (0.25, 9, 100, 7200)]
     ['250 ms', '9.0 s', '1.7 min', '2.00 h']
     """
-    if seconds < 1:
-        return f"{1000 * seconds:.3g} ms"
-    if seconds >= 3600:
-        return f"{seconds / 3600:,.2f} h"
-    return f"{seconds / 60:.1f} min" if seconds >= 60 else f"{seconds:.1f} s"
+    if seconds >= 60:
+        return f"{seconds / 3600:,.2f} h" if seconds >= 3600 else f"{seconds / 60:.1f} min"
+    return f"{seconds:.1f} s" if seconds >= 1 else f"{1000 * seconds:.3g} ms"
 
 
 def parse_number(text: str, least: int = 0, most: int | None = None) -> int:

@@ -17,10 +17,11 @@ from packplan.adapters.config.trainer_keys import SETTINGS_FILES, read_nested_se
 from packplan.adapters.ranks.environment import read_world_size, wrap_rendezvous_errors
 from packplan.adapters.ranks.torch_group import OneRank, TorchGroup, weight_digests, wrap_rank_errors
 from packplan.adapters.versions import installed_version
+from packplan.app.cli.command import print_once
 from packplan.app.opening.runs import raising_on_all_ranks
 from packplan.core.config.identity import flat_values, rank_differences, shared_values
 from packplan.core.config.run import RunConfig
-from packplan.core.errors import ConfigError, OutputError, RunError, UserError, counted, format_lines
+from packplan.core.errors import ConfigError, OutputError, RunError, UserError, format_lines
 from packplan.core.fingerprint import Fingerprint
 from packplan.core.ports import RankGroup
 
@@ -84,7 +85,9 @@ def open_rank_group(settings: Mapping[str, Any], *, use_cpu: bool = False) -> It
             if isinstance(group, TorchGroup):
                 group.leave()
     except Exception as error:
-        if isinstance(group, TorchGroup) and not isinstance(error, RunError):
+        if isinstance(group, TorchGroup):
+            if group.rank == 0:
+                print_once(error)  # before a launcher ends this rank, since another one has ended
             group.report_failure(error)
         raise
 
@@ -131,7 +134,7 @@ def require_same_run(group: RankGroup, values: Mapping[str, str]) -> None:
         values: This rank's values as text, by key.
 
     Raises:
-        RunError: Values differ; raised on all ranks, with the list of differences on rank 0.
+        RunError: Values differ; raised on all ranks, with the list of differences.
     """
     if len(set(group.gather(Fingerprint(values).digest))) == 1:
         return
@@ -139,8 +142,6 @@ def require_same_run(group: RankGroup, values: Mapping[str, str]) -> None:
     group.wait_for_all()  # all have read it: now a rank may end, and its store with it
     differences = rank_differences([json.loads(one) for one in by_rank])
     fact = format_lines("ranks were given different runs", differences)
-    if group.rank:  # one report is enough
-        fact = f"ranks were given different runs: rank 0 lists {counted(len(differences), 'difference')}"
     raise RunError("different_runs", fact, {"differences": differences})
 
 

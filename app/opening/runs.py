@@ -21,6 +21,7 @@ from packplan.adapters.model_folder import download_model, find_cached_model, is
 from packplan.adapters.ranks.environment import read_world_size
 from packplan.adapters.samples.data_files import file_faults, short_names
 from packplan.adapters.samples.downloads import fetch_data_files
+from packplan.app.cli.command import print_once
 from packplan.app.opening.stores import records_cache
 from packplan.core.config.faults import source_name_faults
 from packplan.core.config.rl import RlConfig
@@ -169,6 +170,8 @@ def raising_on_all_ranks() -> Iterator[None]:
         if several:
             from packplan.adapters.ranks.torch_group import join_launch  # loads torch
 
+            if os.environ["RANK"] == "0":
+                print_once(error)  # before a launcher ends this rank, since another one has ended
             with contextlib.suppress(RuntimeError, RunError):  # they do not come, or refuse too
                 join_launch(refusal=error)
         raise

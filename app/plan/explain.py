@@ -4,18 +4,20 @@ train it.
 """
 
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import attrs
 
-from packplan.adapters.samples.data_set import FileRecords
 from packplan.app.opening.stores import open_split_records
 from packplan.app.plan.stored import StoredSplit
 from packplan.core.config.run import RunConfig
-from packplan.core.errors import DataSetError, counted
+from packplan.core.errors import ConfigError, DataSetError, counted
 from packplan.core.inspection import find_sample, scheduled_steps
 from packplan.core.samples.tables import from_tables
+
+Locate = Callable[[int], str]
+"""Function that returns the file and line of a sample's record, from the sample's index."""
 
 _PLACES = {
     "packed": "in a pack with other samples, or in a pack by itself, since no other sample fits",
@@ -45,12 +47,12 @@ def explain_sample(config: RunConfig, opened: StoredSplit, sample: int) -> dict[
         reason = f"the data have no record {sample}: {counted(num_records, 'record')} were measured, counted from 0"
         raise DataSetError(reason)
     place = find_sample(opened.split.raw, sample)
-    records = _records_if_as_many(config, opened)
-    document = {"split": opened.split.name, **_describe_sample(opened, records, sample), "place": place.kind}
+    locate = _record_locator(config, opened)
+    document = {"split": opened.split.name, **_describe_sample(opened, locate, sample), "place": place.kind}
     if place.kind == "dropped":
         document["dropped_with"] = [member for member in place.pack_members if member != sample]
     elif place.pack is not None:
-        document["pack"] = _describe_pack(opened, records, place.pack)
+        document["pack"] = _describe_pack(opened, locate, place.pack)
     return document
 
 
@@ -69,23 +71,31 @@ def explain_pack(config: RunConfig, opened: StoredSplit, pack: int) -> dict[str,
     number = len(opened.split.raw.packs)
     if pack >= number:
         raise DataSetError(f"the plan has no pack {pack}: it has {counted(number, 'pack')}, counted from 0")
-    return {"split": opened.split.name, **_describe_pack(opened, _records_if_as_many(config, opened), pack)}
+    return {"split": opened.split.name, **_describe_pack(opened, _record_locator(config, opened), pack)}
 
 
-def _records_if_as_many(config: RunConfig, opened: StoredSplit) -> FileRecords | None:
-    """Return the records of a YAML's split; None if files are missing or have changed."""
-    if config.command:
-        return None
+def _record_locator(config: RunConfig, opened: StoredSplit) -> Locate | None:
+    """
+    Return the function that locates a sample's record; None if files are missing or have changed.
+    """
+    parts = 1
     try:
-        records = open_split_records(config, opened.split.name)
-    except DataSetError:
+        if config.command is None:
+            records = open_split_records(config, opened.split.name)
+        else:  # ms-swift, which orders the rows of a command, has parsed it before
+            from packplan.app.opening.splits import open_encoders
+
+            encoder = open_encoders(config)[opened.split.name]
+            records, parts = encoder.records, encoder.records_per_sample
+    except (ConfigError, DataSetError):
         return None
-    return records if len(records) == opened.lengths.origin.num_records else None
+    fits = len(records) == opened.lengths.origin.num_records * parts
+    return (lambda sample: str(records.location(sample * parts))) if fits else None
 
 
-def _describe_pack(opened: StoredSplit, records: FileRecords | None, pack: int) -> dict[str, Any]:
+def _describe_pack(opened: StoredSplit, locate: Locate | None, pack: int) -> dict[str, Any]:
     plan, schedule = opened.split.raw, opened.schedule
-    samples = [_describe_sample(opened, records, sample) for sample in plan.packs[pack]]
+    samples = [_describe_sample(opened, locate, sample) for sample in plan.packs[pack]]
     tokens = sum(sample["length"] for sample in samples)
     return {
         "pack": pack,
@@ -99,12 +109,12 @@ def _describe_pack(opened: StoredSplit, records: FileRecords | None, pack: int) 
     }
 
 
-def _describe_sample(opened: StoredSplit, records: FileRecords | None, sample: int) -> dict[str, Any]:
+def _describe_sample(opened: StoredSplit, locate: Locate | None, sample: int) -> dict[str, Any]:
     rows = opened.lengths.rows
     (measured,) = from_tables(rows.table, rows.media, [sample])
     return {
         "sample": sample,
-        "record": None if records is None else str(records.location(sample)),
+        "record": None if locate is None else locate(sample),
         **attrs.asdict(measured.measurement),
         "image_sizes": [[image.width, image.height] for image in measured.media],
     }

@@ -2,9 +2,9 @@
 Show the stored plan: which samples it leaves out, how full its packs are, and how many steps
 training takes. `--all` shows every figure.
 
-The command reads only the files that `packplan plan build` has stored. It needs no data, no model,
-no torch and no ms-swift. `packplan plan verify` checks whether the plan still matches the data.
-`--pack` and `--sample` explain one pack or one sample.
+For a YAML, the command reads only the files that `packplan plan build` has stored. It needs no
+data, no model, no torch and no ms-swift. `packplan plan verify` checks whether the plan still
+matches the data. `--pack` and `--sample` explain one pack or one sample.
 """
 
 import argparse
@@ -74,7 +74,7 @@ def run(options: argparse.Namespace) -> None:
         explain, number = (explain_pack, options.pack) if options.sample is None else (explain_sample, options.sample)
         document = explain(config, splits[0], number)
         if options.text:
-            document |= _read_text(config, splits[0], options.sample)
+            document["text"] = _read_text(config, splits[0], options.sample)
         print(json.dumps(document, indent=2) if options.json else "\n".join(explanation_lines(document)))
     elif options.json:
         print(json.dumps({"splits": {one.split.name: as_document(one) for one in splits}}, indent=2))
@@ -83,8 +83,8 @@ def run(options: argparse.Namespace) -> None:
             _print(one, everything=options.all)
 
 
-def _read_text(config: RunConfig, opened: StoredSplit, sample: int) -> dict[str, Any]:
-    """Return the location of a sample, and its decoded text in supervised and other spans."""
+def _read_text(config: RunConfig, opened: StoredSplit, sample: int) -> list[dict[str, Any]]:
+    """Return the decoded text of a sample in supervised and other spans."""
     # ms-swift takes seconds to import, and nothing else here needs it.
     from packplan.app.opening.splits import open_encoders
 
@@ -96,8 +96,7 @@ def _read_text(config: RunConfig, opened: StoredSplit, sample: int) -> dict[str,
         )
         raise DataSetError(message)
     runs = (run for part in range(parts) for run in encoder.decode_text(sample * parts + part))
-    text = [{"trained": trained, "text": text} for trained, text in runs]
-    return {"record": str(encoder.records.location(sample * parts)), "text": text}
+    return [{"trained": trained, "text": text} for trained, text in runs]
 
 
 def plan_summary(opened: StoredSplit) -> PlanSummary:
