@@ -1,9 +1,9 @@
 """
 Checks of a configuration that involve several keys, and advice on unknown keys.
 
-All faults are reported at once. The message about an unknown key names the section it belongs to,
-or the key it misspells. `packing_lenght` is recognised as `packing_length`, but `min_pixels` is not
-mistaken for `max_pixels`.
+All faults are reported at once. The message about an unknown key names the section that has this
+key, or a known key that was misspelled. `packing_lenght` is recognised as `packing_length`, but
+`min_pixels` is not mistaken for `max_pixels`.
 """
 
 import re
@@ -44,8 +44,8 @@ MAX_NAMED = 3
 
 _DISTINGUISHING = re.compile(r"\d+|(?:^|_)(?:min|max)(?=_|$)")
 """
-Parts of a key's name that change its meaning, such as `min`. A suggested key has to contain the
-same parts.
+Parts of a key's name that change its meaning: numbers, `min` and `max`. A suggested key has to
+contain the same parts.
 """
 
 
@@ -68,7 +68,7 @@ def run_faults(config: RunConfig) -> Iterator[Fault]:
 def missing_data_faults(custom: CustomConfig) -> Iterator[Fault]:
     """Yield a fault if the run names no training data."""
     if not custom.train_jsonl and custom.fusion_config is None:
-        yield Fault("custom.train_jsonl", "is not set: name the data file, or a list of them")
+        yield Fault("custom.train_jsonl", "is not set: name the data file, or a list of files")
 
 
 def evaluation_faults(config: RunConfig, section: str, settings: Mapping[str, Any]) -> Iterator[Fault]:
@@ -83,11 +83,14 @@ def evaluation_faults(config: RunConfig, section: str, settings: Mapping[str, An
     for name, values in _EVALUATES.items() if not (config.custom.val_jsonl or config.custom.val_share) else ():
         if settings.get(name) in values:
             reason = f"is {str(settings[name]).lower()}, but the run has no evaluation"
-            yield Fault(f"{section}.{name}", f"{reason}: set custom.val_jsonl, or remove it")
+            yield Fault(f"{section}.{name}", f"{reason}: set custom.val_jsonl, or remove {name}")
 
 
 def _source_faults(custom: CustomConfig) -> Iterator[Fault]:
-    """Yield a fault for each pair of keys that name the same data, and faults of `source_names`."""
+    """
+    Yield a fault for each pair of keys that name the same data. Without a mix, also yield the
+    faults of `source_names`.
+    """
     if custom.val_share and custom.val_jsonl:
         yield Fault("custom.val_share", "and custom.val_jsonl both name the evaluation: remove one")
     if custom.fusion_config is None:
@@ -108,7 +111,7 @@ def source_name_faults(custom: CustomConfig) -> Iterator[Fault]:
 
 
 def _video_faults(template: TemplateConfig) -> Iterator[Fault]:
-    """Yield a fault if `fps_min_frames` is above `fps_max_frames`."""
+    """Yield a fault if `fps_min_frames` is above `fps_max_frames`; defaults replace unset keys."""
     least, most = template.fps_min_frames or 4, template.fps_max_frames or 768
     if least > most:
         yield Fault("template.fps_min_frames", f"is {least}, above template.fps_max_frames, which is {most}: lower it")
@@ -116,19 +119,20 @@ def _video_faults(template: TemplateConfig) -> Iterator[Fault]:
 
 def _training_faults(training: TrainingConfig) -> Iterator[Fault]:
     """
-    Yield faults in the number of epochs, in the number of ranks that share a pack, and in the loss.
+    Yield faults in the number of epochs, in the number of ranks that share a pack, and in losses by
+    channel.
     """
     if training.max_steps < 1 and not 0 < training.num_train_epochs < MAX_EPOCHS:
         reason = f"is {training.num_train_epochs}, but has to be above 0 and below {MAX_EPOCHS:,}"
         yield Fault("training.num_train_epochs", reason)
     if training.sequence_parallel_size != 1 and not training.packing:
-        yield Fault("training.sequence_parallel_size", "shares packed rows, but training.packing is false: set it to 1")
+        yield Fault("training.sequence_parallel_size", "needs packed rows, but training.packing is false: set it to 1")
     if training.max_sequence_parallel_size is not None and not training.shares_by_degree:
         reason = f"is only for training.sequence_parallel_size: auto, not {training.sequence_parallel_size}: remove it"
         yield Fault("training.max_sequence_parallel_size", reason)
     if training.packing and training.trainer.get("enable_channel_loss"):
-        reason = "logs a loss for each channel, but with packing a loss is logged for all samples only"
-        yield Fault("training.enable_channel_loss", f"{reason}: remove it, or set training.packing: false")
+        reason = "logs a loss for each channel, but with packing only the loss of all samples is logged"
+        yield Fault("training.enable_channel_loss", f"{reason}: remove the key, or set training.packing: false")
 
 
 def _variant_faults(config: RunConfig) -> Iterator[Fault]:
@@ -148,7 +152,7 @@ def _variant_faults(config: RunConfig) -> Iterator[Fault]:
         reason = "draws other samples in each epoch, which one static plan cannot follow: set custom.fusion_schedule: "
         yield Fault("custom.fusion_config", f"{reason}planned, which plans each epoch")
     elif custom.fusion_config is None and custom.fusion_schedule is not None:
-        yield Fault("custom.fusion_schedule", "is set, but custom.fusion_config is not: set both, or remove it")
+        yield Fault("custom.fusion_schedule", "is set, but custom.fusion_config is not: set both keys, or neither")
 
 
 def _epoch_faults(config: RunConfig) -> Iterator[Fault]:
@@ -162,10 +166,10 @@ def _epoch_faults(config: RunConfig) -> Iterator[Fault]:
     if training.packing_epochs == "same":
         return
     if not training.packing:
-        yield Fault(key, "is replanned, which needs packs: set training.packing: true, or remove it")
+        yield Fault(key, "is replanned, which needs packs: set training.packing: true, or remove the key")
     algorithm = ALGORITHMS.get(training.packing_algorithm)
     if algorithm is not None and algorithm.keeps_order:
-        reason = f"is replanned, but {training.packing_algorithm} keeps the order of the data: remove it"
+        reason = f"is replanned, but {training.packing_algorithm} keeps the order of the data: remove the key"
         yield Fault(key, f"{reason}, or set another training.packing_algorithm")
 
 
@@ -174,10 +178,10 @@ def _rollout_faults(config: RunConfig) -> Iterator[Fault]:
     training = config.training
     yield from _stream_faults(config)
     if training.packing_mode == "static":
-        reason = "is static, but custom.trainer_variant: rollout packs while it trains: set it to dynamic"
+        reason = "is static, but custom.trainer_variant: rollout packs while training: set the mode to dynamic"
         yield Fault("training.packing_mode", reason)
     if not training.packing:
-        yield Fault("training.packing", "is false, but custom.trainer_variant: rollout packs: set it to true")
+        yield Fault("training.packing", "is false, but custom.trainer_variant: rollout needs packs: set it to true")
     if training.max_steps < 1:
         yield from _endless_faults(training)
 
@@ -200,7 +204,10 @@ def _stream_faults(config: RunConfig) -> Iterator[Fault]:
 
 
 def _endless_faults(training: TrainingConfig) -> Iterator[Fault]:
-    """Yield a fault if `max_steps` is unset but other settings depend on the number of steps."""
+    """
+    Yield a fault that names all settings that depend on the number of steps. A stream without
+    `max_steps` does not know this number.
+    """
     trainer = training.trainer
     needing = [name for name in _STEP_KEYS if 0 < (trainer.get(name) or 0) < 1]
     if trainer.get("lr_scheduler_type", "cosine") not in _ENDLESS_SCHEDULES:
@@ -218,9 +225,7 @@ def _quantisation_faults(model: ModelConfig, training: TrainingConfig) -> Iterat
     """Yield faults in the keys of quantised weights."""
     if model.quant_method is None:
         if model.quant_bits is not None:
-            yield Fault(
-                "model.quant_bits", "has no effect without model.quant_method: bnb: set both keys, or remove it"
-            )
+            yield Fault("model.quant_bits", "has no effect without model.quant_method: bnb: set both keys, or neither")
         return
     if model.quant_bits not in {4, 8}:
         yield Fault("model.quant_bits", f"is {model.quant_bits}, but has to be 4 or 8")
@@ -293,7 +298,7 @@ def explain_unknown_key(
 
 def similar_keys(name: str, known: Iterable[str]) -> list[str]:
     """
-    Return the known keys that *name* may be a misspelling of, the nearest first.
+    Return up to `MAX_NAMED` known keys that *name* may be a misspelling of, the nearest first.
 
     >>> similar_keys("learning_rat", ["learning_rate", "seed"])
     ['learning_rate']

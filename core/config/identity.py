@@ -2,9 +2,9 @@
 Settings that enter fingerprints, settings that all ranks compare, and settings that a checkpoint
 stores for resuming.
 
-A path may differ between machines, so ranks compare only whether a path is set. Ranks also compare
-what the path points to: weights, checkpoint, data and tokenizer by their digests, and settings
-files by their text. A resumed run compares data and packing through the plan and the digest of the
+A path may differ between machines. Ranks therefore compare whether a path is set, and what the path
+points to. Weights, checkpoint, data and tokenizer are compared by their digests, and settings files
+by their text. A resumed run compares data and packing through the plan and the digest of the
 data, not through the keys. `docs/training.md` lists the settings that a resumed run may change.
 """
 
@@ -63,7 +63,7 @@ FIXED_ARGUMENTS = frozenset(
         "learning_rate", "weight_decay", "adam_beta1", "adam_beta2", "adam_epsilon", "vit_lr", "aligner_lr",
     }
 )  # fmt: skip
-"""Trainer settings that a resumed run has to keep: loss, optimizer, learning rate."""
+"""Trainer settings that a resumed run has to keep: loss, optimizer, learning rate, frozen parts."""
 
 PREFERENCE_ARGUMENTS = FIXED_ARGUMENTS | {
     "beta", "loss_weights", "ld_alpha", "rpo_alpha", "f_divergence_type", "f_alpha_divergence_coef", "label_smoothing",
@@ -95,7 +95,7 @@ are compared elsewhere.
 
 
 _SECRET = re.compile(r"(?:.*_)?(?:api_key|secret|password)|(?:hf|hub|auth|access|api|use_auth)?_?token")
-"""Pattern for names of values that are secrets. No message and no checkpoint has them."""
+"""Pattern for the names of secret values, which no message and no checkpoint contains."""
 
 
 def is_changeable(name: str) -> bool:
@@ -150,10 +150,10 @@ def stream_inputs(config: RunConfig) -> dict[str, Value]:
 
 def config_length_inputs(config: RunConfig) -> dict[str, Value]:
     """
-    Return each key that decides lengths, with its value. The model's files are not read.
+    Return each key whose value enters the fingerprint of lengths, with this value.
 
-    A key decides lengths if its field declares `lengths`. The packing length decides lengths only
-    if the template truncates.
+    The fields declare these keys by `lengths`. The packing length has a value only if the template
+    truncates. A command of ms-swift adds its own inputs.
     """
     # `raise` never changes a length.
     cut = config.template.truncation_strategy in {"left", "right"}
@@ -204,7 +204,10 @@ def shared_arguments(arguments: Mapping[str, Any]) -> dict[str, str]:
 
 
 def _without_rank_values(sections: dict[str, dict[str, Any]], files: Mapping[str, Any]) -> dict[str, str]:
-    """Return values as JSON, without those of `PER_RANK`, and paths by the content of *files*."""
+    """
+    Return values as JSON, without those of `PER_RANK`. The content in *files* replaces a path, and
+    `a path` replaces a path without content.
+    """
     for section, name in (key.split(".") for key in (*PATH_KEYS, *PER_RANK)):
         key, value = f"{section}.{name}", sections.get(section, {}).pop(name, None)
         if value and key in PATH_KEYS:
@@ -236,7 +239,10 @@ def _flat_items(key: str, value: Any) -> Iterator[tuple[str, str]]:
 
 
 def _plain_text(value: Any) -> Any:
-    """Return text for a value that JSON lacks, the same in all processes: no order, no address."""
+    """
+    Return a JSON value for a value that JSON lacks. All processes return the same: sets are sorted,
+    and memory addresses removed.
+    """
     if isinstance(value, (set, frozenset)):
         return sorted(map(str, value))
     if fields := getattr(type(value), "__dataclass_fields__", None):  # may hold sets, such as LoraConfig does

@@ -90,9 +90,10 @@ def key_facts(field: attrs.Attribute[Any]) -> Key:
 
 def yield_keys(kind: type, prefix: str = "") -> Iterator[tuple[str, attrs.Attribute[Any]]]:
     """
-    Yield the dotted path and the attrs field of each key of a class and its subsections.
+    Yield the dotted path and the attrs field of each YAML key of a class and its subsections.
 
-    The path of a key in a list of sections contains `[]`, as in `models[].name`.
+    The path of a key in a list of sections contains `[]`, as in `models[].name`. Fields that the
+    command sets are left out.
     """
     for field in attrs.fields(attrs.resolve_types(kind)):
         path, item = f"{prefix}{field.name}", next(iter(get_args(field.type)), None)

@@ -8,8 +8,8 @@ import attrs
 
 Host = Literal["sft", "plugin", "rlhf", "trainer", "balance"]
 """
-`sft` is `packplan sft`. `plugin` and `rlhf` are Packplan's ms-swift plugin, with packs and without
-packs. `trainer` is `packplan.hf.use_plan`, and `balance` is `packplan.hf.balance`.
+`sft` is `packplan sft`. `plugin` is Packplan's ms-swift plugin with packs, and `rlhf` is the plugin
+without packs. `trainer` is `packplan.hf.use_plan`, and `balance` is `packplan.hf.balance`.
 """
 
 
@@ -25,8 +25,8 @@ _SWIFT: tuple[Host, ...] = ("plugin", "rlhf")
 @attrs.frozen
 class Refusal:
     """
-    Setting that hosts refuse unless it is unset or off. A setting whose name ends in `_size` may
-    also be 1.
+    Setting that hosts refuse if it is on. A setting whose name ends in `_size` is on if it is
+    neither unset nor 1.
     """
 
     setting: str
@@ -52,7 +52,7 @@ REFUSALS = tuple(
         ("ignore_data_skip", _PLANNING, "makes a resumed run train packs twice", _REMOVE),
         ("sortish_sampler train_sampling_strategy", ("sft",), _DRAWS, "use training.train_dataloader_shuffle"),
         ("packing_length", ("sft",), "is derived from template.max_length", "set that instead"),
-        ("packing_avg_samples", ("sft",), "estimates a number that a plan counts exactly", _REMOVE),
+        ("packing_avg_samples", ("sft",), "estimates the samples of a pack, which a plan counts exactly", _REMOVE),
         ("max_epochs", ("sft",), "ends training at another step than planned", "use training.num_train_epochs"),
         ("remove_unused_columns", ("sft",), "drops columns that packs need", _REMOVE),
         ("eval_use_evalscope", ("sft",), "is not supported", _REMOVE),

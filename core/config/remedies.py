@@ -1,5 +1,5 @@
 """
-Remedy for each kind of error: an action, and the YAML key that does it.
+Remedy for each kind of error: an action of the user, often with a YAML key to set.
 
 Arguments of library functions have the same names as the YAML keys, some without the prefix
 `packing_`. In messages about a command of ms-swift, `name_arguments` replaces YAML keys by
@@ -13,7 +13,7 @@ from types import MappingProxyType
 MEASURE_AGAIN = "restore it, or measure and plan again in another folder (training.output_dir)"
 """Remedy for an input, an image or a sample that has changed since its length was measured."""
 
-LOSS_REMEDY = "divide the loss by num_items_in_batch (pairs: by their number), and do not let samples affect each other"
+LOSS_REMEDY = "divide the loss by num_items_in_batch, or by the number of pairs, and let no sample affect another"
 """Remedy for a pack whose loss differs from that of its samples alone."""
 
 GRADIENT_REMEDY = "the loss agrees, so check hooks, masks and position_ids: samples may affect each other"
@@ -50,7 +50,7 @@ REMEDIES: Mapping[str, str] = MappingProxyType(
         "not_built": "run packplan plan build, which measures and plans",
         "refused": "free disk space, or choose another folder (training.output_dir)",
         "locked": "wait until it is done, or raise training.packing_wait_timeout_s",
-        "different_runs": "start all of them with the same YAML, options, model and packages",
+        "different_runs": "start all ranks with the same YAML, options, model and packages",
         "not_finite": "lower training.learning_rate",
     }
 )

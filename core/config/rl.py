@@ -122,4 +122,4 @@ def rl_faults(config: RlConfig) -> Iterator[Fault]:
         reason = "compiles a program for each width, and policy.dynamic_batching has many widths: remove it"
         yield Fault("grpo.torch_compile", f"{reason}, or use policy.sequence_packing")
     if not config.grpo.get("reward_funcs"):
-        yield Fault("grpo.reward_funcs", "is not set: name a function, as module:function, or a list of them")
+        yield Fault("grpo.reward_funcs", "is not set: name a function, as module:function, or a list of functions")

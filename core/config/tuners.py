@@ -68,10 +68,11 @@ def decides_weights(name: str) -> bool:
 def tuner_faults(training: TrainingConfig) -> Iterator[Fault]:
     """
     Yield a fault for each key that the chosen tuner does not read, and for each invalid value.
+    `lorap_lr_ratio` also excludes other keys that group the weights for the optimizer.
     """
     for key, value in training.trainer.items():
         tuners = tuners_of(key)
-        # A run that trains all weights may keep the adapter keys in its YAML.
+        # A run with another tuner may keep LoRA keys that have a default, such as lora_rank.
         if value and not UNSET.get(key) and tuners and training.tuner_type not in tuners:
             reason = f"needs training.tuner_type: {' or '.join(tuners)}, not {training.tuner_type}: remove it"
             yield Fault(f"training.{key}", reason)

@@ -284,5 +284,5 @@ def test_channels_are_collated_with_their_packs(write_run, ready, tmp_path):
     assert len(pack) > 1
     assert ["ab"[index % 2] for index in pack] == batch["channel"]
     keys["training"]["enable_channel_loss"] = True
-    with pytest.raises(ConfigError, match="logged for all samples only"):
+    with pytest.raises(ConfigError, match="only the loss of all samples is logged"):
         read_config(write_run("qwen2", **keys))
