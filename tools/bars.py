@@ -1,9 +1,9 @@
 """
-Draw trainers padded and without padding: `python -m tools.bars` writes `docs/bars.svg` from
-`benchmarks/unpad.json`.
+Draw the time and memory of trainers with and without padding: `python -m tools.bars` writes
+`docs/bars.svg` from `benchmarks/unpad.json`.
 
-The file has what two runs of `python -m benchmarks unpad --json` printed, with their date and
-command. Of each trainer, the run that gained less is drawn.
+The JSON file contains the output of two runs of `python -m benchmarks unpad --json`, with their
+date and command. For each trainer, the run that saved less time is drawn.
 """
 
 import json
@@ -23,7 +23,7 @@ TRAINERS = {"sft": "SFT", "dpo": "DPO", "grpo": "GRPO", "kto": "KTO", "reward": 
 WIDTH, BAR, ROW, TOP = 840, 17, 46, 62
 
 PANELS = ((90, 320), (530, 250))
-"""Left edge and width of the bars of time, and of those of memory."""
+"""Left edge and width in pixels of the bars of time, and of the bars of memory."""
 
 STYLE = """.ground { fill: #ffffff } text { font: 18px system-ui, sans-serif; fill: #1f2328 } .small { font-size: 14px }
 .padded { fill: #b8bfc8 } .packed { fill: #0072b2 }
@@ -31,13 +31,19 @@ STYLE = """.ground { fill: #ffffff } text { font: 18px system-ui, sans-serif; fi
 
 
 def least_gain(measured: Mapping[str, Any]) -> dict[str, Mapping[str, Any]]:
-    """Return host -> its row; of several rows, the one with the least gain in time."""
+    """
+    Return the row of each trainer: name -> row. Of several rows, the row that saves the least time
+    is returned.
+    """
     rows = sorted(measured["rows"], key=lambda row: row["packed_s"] / row["padded_s"])
     return {row["host"]: row for row in rows}
 
 
 def gains(row: Mapping[str, Any]) -> tuple[str, str]:
-    """Return how many times as fast a trainer is without padding, and its share of the memory."""
+    """
+    Return two figures of a trainer without padding, relative to padded batches: its speed, and its
+    memory.
+    """
     return f"{row['padded_s'] / row['packed_s']:.1f}", f"{row['peak']:.2f}"
 
 
@@ -56,7 +62,10 @@ def sentence(measured: Mapping[str, Any]) -> str:
 
 
 def draw_bars(measured: Mapping[str, Any]) -> str:
-    """Return a drawing of two bars for each trainer and each figure, padded and without padding."""
+    """
+    Return an SVG drawing. Each trainer has two bars for time and two bars for memory: with padding,
+    and without.
+    """
     rows = least_gain(measured)
     (left, _), (right, _) = PANELS
     shapes = [_text(left, 22, "Processor time of two steps"), _text(right, 22, "Peak of tensors, share")]
@@ -97,7 +106,7 @@ def _text(x: float, y: float, text: str, kind: str = "text") -> str:
 
 
 def main() -> None:
-    """Write the drawing."""
+    """Write the drawing to `docs/bars.svg`."""
     DRAWING.write_text(draw_bars(json.loads(MEASURED.read_text(encoding="utf-8"))), encoding="utf-8")
 
 

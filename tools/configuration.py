@@ -2,10 +2,13 @@
 Write the lists of YAML keys into their pages: `python -m tools.configuration
 docs/configuration.md …`.
 
-A page marks each place by `<!-- keys of core.config.run.RunConfig -->` and `<!-- end of keys -->`,
-with the name of a frozen class, or of refusals. A class gives a list for each of its sections,
-from the types, defaults and docstrings of its fields. Refusals give one list. A file that ends in
-.json becomes the stored table of the keys that the installed ms-swift takes.
+A page marks each place by `<!-- keys of core.config.run.RunConfig -->` and `<!-- end of keys -->`.
+The mark names a frozen class, the refusals, or the file of other programs' keys. A class becomes a
+list for each of its sections, made from the types, defaults and docstrings of its fields. Refusals
+become one list, and the keys of other programs one table.
+
+The files `trainer_keys.json` and `grpo_keys.json` are not pages. They become tables of the keys
+that the installed ms-swift and TRL take.
 """
 
 import argparse
@@ -52,7 +55,7 @@ _TYPES = {
 }
 
 _TABLE_TYPES = {"str": "text", "list": "text, or a list", "int": "integer", "float": "number", "bool": "bool"}
-"""The same by the names of types in a table of keys."""
+"""Name of a type in a table of keys -> its name on a page."""
 
 HOSTS = {
     "sft": "sft",
@@ -61,7 +64,7 @@ HOSTS = {
     "trainer": "use_plan",
     "balance": "balance",
 }
-"""Host of a refusal -> its name for people."""
+"""Host of a refusal -> its name on a page."""
 
 MORE = {
     "custom.train_jsonl": "records.md",
@@ -89,7 +92,7 @@ MORE = {
     "training.loss_reduction": "training.md#the-loss-of-a-step",
     "training.resume_from_checkpoint": "training.md#resume",
 }
-"""Key -> page with more about it, relative to the written page."""
+"""Key -> page with more about the key, relative to the written page."""
 
 
 TUNER_KEYS = {
@@ -103,13 +106,13 @@ TUNER_KEYS = {
     "use_rslora": "Divide `lora_alpha` by the square root of the rank instead of the rank (rsLoRA).",
     "use_dora": "Also train the magnitude of each adapted weight (DoRA).",
     "init_weights": "Initial LoRA adapters: `gaussian`, `false` (all random), or derived from the model's weights by "
-    "`pissa`, `pissa_niter_16` or `olora`. If unset, adapters that leave outputs unchanged.",
-    "lorap_lr_ratio": "Learning rate of an adapter's second matrix, as a multiple of that of its first (LoRA+).",
+    "`pissa`, `pissa_niter_16` or `olora`. If unset, new adapters leave outputs unchanged.",
+    "lorap_lr_ratio": "Learning rate of an adapter's second matrix, as a multiple of its first matrix's (LoRA+).",
     "freeze_aligner": "Freeze the projector of the vision tower.",
-    "freeze_parameters": "Freeze weights whose names start with one of these, if `tuner_type` is `full`.",
+    "freeze_parameters": "Freeze weights whose names start with one of these texts, if `tuner_type` is `full`.",
     "freeze_parameters_regex": "Freeze weights whose names match this regular expression.",
-    "freeze_parameters_ratio": "Freeze this share of the weights, beginning with the model's first.",
-    "trainable_parameters": "Train weights whose names start with one of these, even if another key freezes them.",
+    "freeze_parameters_ratio": "Freeze this share of the weights, beginning with the first layers.",
+    "trainable_parameters": "Train weights whose names start with one of these texts, even if other keys freeze them.",
     "trainable_parameters_regex": "Train weights whose names match this regular expression, even if another key "
     "freezes them.",
 }
@@ -117,13 +120,13 @@ TUNER_KEYS = {
 
 
 def rewrite_lists(page: str) -> str:
-    """Return a page with the current lists in its marked places."""
+    """Return a page whose marked places contain the current lists."""
     return _MARKED.sub(lambda found: "\n".join([found[1], *_part_lines(found[2]), found[3]]), page)
 
 
 def key_table_text(keys: Mapping[str, TrainerKey], path: Path, others: Sequence[str] = ()) -> str:
     """
-    Return the text of a table of these keys, those of the installed libraries: a line for each key.
+    Return the JSON text of a table of the installed libraries' keys, with one line for each key.
 
     Args:
         keys: Keys by name.
@@ -175,7 +178,7 @@ def _part_lines(name: str) -> Iterator[str]:
 
 
 def _foreign_lines() -> Iterator[str]:
-    """Yield the table of keys of named programs, a row for each key here that has some."""
+    """Yield the table of other programs' keys, with a row for each key that replaces them."""
     programs = ("TRL", "axolotl", "LLaMA-Factory", "ms-swift")
     read = json.loads(FOREIGN_KEYS_FILE.read_text(encoding="utf-8"))
     rows = [row for row in read if row["here"] and row.keys() & {*programs}]
@@ -192,7 +195,7 @@ def _import_name(name: str) -> Any:
 
 
 def _section_lines(kind: type, path: str) -> Iterator[str]:
-    """Yield the lists of a class: its own keys first, then those of each section below it."""
+    """Yield the lists of a class: first its own keys, then the keys of each section below it."""
     docstrings = _field_docstrings(kind)
     rows: list[tuple[str, str, str]] = []
     below = []
@@ -253,7 +256,7 @@ def _type_without_none(kind: Any) -> Any:
 
 
 def _item_class(kind: Any) -> Any:
-    """Return the class of a list's items, or None if they have no keys of their own."""
+    """Return the class of a list's items, or None if the items have no keys."""
     item: Any = next(iter(typing.get_args(kind)), None)
     return item if attrs.has(item) else None
 

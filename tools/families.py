@@ -1,4 +1,4 @@
-"""Verdicts of the probe on each architecture that transformers knows, as it comes."""
+"""Verdicts of the probe on each architecture of transformers, in its default configuration."""
 
 from typing import Any
 
@@ -18,7 +18,10 @@ from packplan.core.equality import AUTO, PackingVerdict
 
 
 def family_names() -> list[str]:
-    """Return the model types of causal language models, with or without images."""
+    """
+    Return the model types of causal language models, with or without images. Types that also exist
+    as masked or sequence-to-sequence models are left out.
+    """
     text = set(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES) | set(MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES)
     others = set(MODEL_FOR_MASKED_LM_MAPPING_NAMES) | set(MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES)
     return sorted(text - others)
@@ -31,7 +34,10 @@ def default_config(family: str) -> Any:
 
 
 def probe_family(family: str) -> PackingVerdict:
-    """Probe a small model of a family; any fault of its configuration is a verdict too."""
+    """
+    Probe a small model of a family. If transformers refuses the default configuration, the verdict
+    gives this as the reason.
+    """
     try:
         config = default_config(family)
     except Exception as error:  # noqa: BLE001  # whatever the code of a family raises

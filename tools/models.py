@@ -1,9 +1,10 @@
 """
 Write the page of models: `python -m tools.models families docs/models.md`.
 
-`families` probes a small model of each family that transformers knows. `vision` measures, packs and
-compares tiny vision models, and writes the page's last section. Each part leaves the other as it
-is. Without a page, the results are printed.
+`families` probes a small model of each family in transformers. `unpadded` finds out which padding
+`packplan.hf.unpad` leaves out for each family. `vision` measures, packs and compares tiny vision
+models. Each of these parts replaces its own section of the page. Without a page, the results are
+printed.
 """
 
 import argparse
@@ -51,7 +52,7 @@ STRATEGIES = {
     "varlen": "Packplan's variable-length attention, computed for each sample separately",
     "own": "the model's own attention, which finds samples by restarting positions",
 }
-"""Strategies in the order of trials -> description."""
+"""Strategy -> description, in the order in which the probe tries strategies."""
 
 DIFFERENT = "In these families, packed samples affect each other, or differ from the samples alone:"
 
@@ -66,7 +67,7 @@ UNPROVEN_REASONS = {
     "a small copy of the model cannot compute images": "the small copy cannot compute images",
     "": "the small copy fails for another reason",
 }
-"""Start of a verdict's reason -> reason on the page; the first that matches."""
+"""Start of a verdict's reason -> reason on the page. The first start that matches counts."""
 
 UNPADDED_HEADING = "## Without padding"
 
@@ -92,7 +93,7 @@ RIGHT = {"isolation", "equality"}
 """Columns that are aligned to the right."""
 
 EXACT = ("positions", "labels", "isolation")
-"""Checks in which only 0 passes."""
+"""Checks that pass only with the number 0."""
 
 NO_TEXT = "the model gives embeddings or scores, and writes no text"
 
@@ -127,37 +128,37 @@ NOT_BUILT = {
     "qwen3_vl_reranker": NO_TEXT,
     "wemm_embedding": NO_TEXT,
 }
-"""Template that declares packing -> why no tiny model of it is built."""
+"""Template that declares packing -> reason why no tiny model for the template is built."""
 
 
 @attrs.frozen
 class VisionRow:
-    """Probed row of one family of vision models."""
+    """Row of the table of vision models: the results of one family's tiny model."""
 
     family: str
     template: str
     headers: bool
-    """Whether lengths come from images' headers."""
+    """Whether lengths are computed from image headers, without full encoding."""
 
     equality: float
     failed: tuple[str, ...]
-    """Checks that found a difference; `lengths` are one."""
+    """Names of failed checks. `lengths` means that headers and full encoding gave other lengths."""
 
 
 def versions(*packages: str) -> str:
-    """Return names and versions of the packages that verdicts hold for."""
+    """Return the names and versions of torch, transformers and *packages*, as text."""
     return ", ".join(f"{name} {version(name)}" for name in ("torch", "transformers", *packages))
 
 
 def templates_that_pack() -> list[str]:
-    """Return the templates of vision models of which ms-swift says that they pack."""
+    """Return the templates for which ms-swift declares support of packing."""
     from swift.template import TEMPLATE_MAPPING
 
     return [name for name, meta in TEMPLATE_MAPPING.items() if meta.template_cls.support_padding_free]
 
 
 def families_page(verdicts: Sequence[PackingVerdict], *, date: str) -> str:
-    """Return the page of verdicts, without the section of vision models."""
+    """Return the page of verdicts, without the sections on padding and on vision models."""
     passing = sum(one.passes for one in verdicts)
     measured = MEASURED.format(date=date, versions=versions(), passing=passing, all=len(verdicts))
     found = {one.strategy for one in verdicts}
@@ -193,7 +194,7 @@ def families_page(verdicts: Sequence[PackingVerdict], *, date: str) -> str:
 
 
 def vision_section(rows: Sequence[VisionRow], *, date: str) -> str:
-    """Return the section of vision models."""
+    """Return the page's section on vision models."""
     others = set(templates_that_pack()) - {row.template for row in rows}
     reasons = {name: NOT_BUILT.get(name, "not probed, or a package that it needs is missing") for name in others}
     about = ABOUT_VISION.format(date=date, versions=versions("ms-swift"))
@@ -204,7 +205,7 @@ def vision_section(rows: Sequence[VisionRow], *, date: str) -> str:
 
 
 def unproven_reason(reason: str) -> str:
-    """Return the page's reason for a verdict without numbers."""
+    """Return the reason that the page gives for a verdict without measured numbers."""
     return next(text for start, text in UNPROVEN_REASONS.items() if reason.startswith(start))
 
 
@@ -215,7 +216,7 @@ def vision_cells(row: VisionRow) -> tuple[str, ...]:
 
 
 def names_by_value(values: Mapping[str, str]) -> dict[str, list[str]]:
-    """Return value -> its names, in the order of first use."""
+    """Return a dict of value -> names with this value, in the order of first use."""
     names: dict[str, list[str]] = {}
     for name, value in values.items():
         names.setdefault(value, []).append(name)
@@ -235,25 +236,25 @@ def table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
 
 
 def replace_families(page: str, text: str) -> str:
-    """Return a page whose families are replaced by *text*; its later sections stay."""
+    """Return a page with *text* in place of all before the sections on padding and vision."""
     rest = page[min((page.find(one) for one in (UNPADDED_HEADING, HEADING) if one in page), default=len(page)) :]
     return f"{text}\n{rest}" if rest else text
 
 
 def replace_vision(page: str, section: str) -> str:
-    """Return a page whose section of vision models is replaced."""
+    """Return a page whose section on vision models is replaced."""
     return f"{page.partition(HEADING)[0].rstrip()}\n\n{section}".lstrip()
 
 
 def probe_families(names: Sequence[str]) -> list[PackingVerdict]:
-    """Return the verdicts on families, on all if none is named."""
+    """Return the verdicts on the families in *names*, or on all families if *names* is empty."""
     from tools.families import family_names, probe_family
 
     return [probe_family(name) for name in progress(_choose(names, family_names()), desc="probing", unit=" families")]
 
 
 def unpadded_section(reasons: Mapping[str, Mapping[str, str]], *, date: str) -> str:
-    """Return the section of models that compute no padding; see `probe_unpadded`."""
+    """Return the page's section on padding, given the result of `probe_unpadded`."""
     about = _wrap(ABOUT_UNPADDED.format(date=date, versions=versions()))
     groups = names_by_value({name: _padding_in_words(one) for name, one in reasons.items()})
     groups = {words: ["all other families that pack"] if words == "all" else names for words, names in groups.items()}
@@ -267,7 +268,7 @@ def _padding_in_words(reasons: Mapping[str, str]) -> str:
 
 
 def replace_unpadded(page: str, section: str) -> str:
-    """Return a page whose section of models that compute no padding is replaced."""
+    """Return a page whose section on padding is replaced."""
     families, _, rest = page.partition(UNPADDED_HEADING)
     _, heading, vision = (rest or families).partition(HEADING)
     families = families.partition(HEADING)[0]
@@ -275,7 +276,10 @@ def replace_unpadded(page: str, section: str) -> str:
 
 
 def probe_unpadded(names: Sequence[str]) -> dict[str, dict[str, str]]:
-    """Return family -> padding that `unpad` does not leave out there -> reason."""
+    """
+    Return the padding that `unpad` cannot leave out of each family: family -> side -> reason. If
+    *names* is empty, all families that pack are probed.
+    """
     from packplan.adapters.probe.small_model import SmallModels, hiding_warnings
     from packplan.hf import unpad
     from tools.families import default_config, family_names
@@ -294,7 +298,7 @@ def probe_unpadded(names: Sequence[str]) -> dict[str, dict[str, str]]:
 
 
 def probe_vision(names: Sequence[str]) -> list[VisionRow]:
-    """Return the rows of vision families, of all if none is named."""
+    """Return the rows of the vision families in *names*, or of all families if *names* is empty."""
     from tests.made.pictures import write_scenes, write_sizes
     from tests.made.vision_models import VISION_FAMILIES
 
@@ -314,7 +318,7 @@ def _wrap(text: str) -> str:
 
 def _choose(names: Sequence[str], known: Sequence[str]) -> Sequence[str]:
     if unknown := sorted(set(names) - set(known)):
-        message = f"{', '.join(unknown)}: no such family; there are {', '.join(known)}"
+        message = f"{', '.join(unknown)}: no such family; name some of {', '.join(known)}"
         raise PackplanError(message)
     return names or known
 

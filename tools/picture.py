@@ -1,6 +1,6 @@
 """
-Draw samples of the demo padded and packed: `python -m tools.picture`, after `make demo`, writes
-`docs/plan.svg`.
+Draw samples of the demo in padded batches and in packs. After `make demo`, `python -m
+tools.picture` writes `docs/plan.svg`.
 """
 
 import json
@@ -22,7 +22,10 @@ STYLE = """.ground { fill: #ffffff } text { font: 18px system-ui, sans-serif; fi
 
 
 def spread_packs(lengths: Sequence[int], *, packing_length: int) -> list[list[int]]:
-    """Return the sample lengths of packs from all over a plan; none holds a long sample."""
+    """
+    Return the sample lengths of some packs, spread evenly over a plan. Packs above the packing
+    length are left out.
+    """
     plan = build_raw_plan(lengths, packing_length=packing_length, min_fill_ratio="0.65")
     packs = [[lengths[index] for index in pack] for pack in plan.packs.tolist()]
     packs = [pack for pack in packs if sum(pack) <= packing_length]
@@ -41,13 +44,13 @@ def _corners(widths: Sequence[float], *, top: float, height: float) -> list[tupl
 
 
 def _bar(x: float, y: float, width: float, colour: str = "") -> str:
-    """Return a rectangle: a sample, or positions that hold none."""
+    """Return an SVG rectangle for a sample or, without a colour, for empty positions."""
     kind = f'fill="{colour}"' if colour else 'class="empty"'
     return f'<rect {kind} x="{x:.1f}" y="{y:.1f}" width="{width - 1:.1f}" height="{BAR - 1}"/>'
 
 
 def draw_packs(packs: Sequence[Sequence[int]], *, packing_length: int) -> str:
-    """Return a drawing of the samples in shuffled, padded batches, and in *packs*."""
+    """Return an SVG drawing of the same samples in shuffled, padded batches, and in *packs*."""
     scale = (WIDTH - (PACKS_A_LINE - 1) * GAP) / PACKS_A_LINE / packing_length
     samples = [(pack, place) for pack, lengths in enumerate(packs) for place in range(len(lengths))]
     random.Random(0).shuffle(samples)  # noqa: S311  # an order, not a secret

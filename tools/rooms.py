@@ -2,8 +2,9 @@
 Draw the rooms of the project and the way of a sample: `python -m tools.rooms` writes
 `docs/rooms.svg`.
 
-Rooms and arrows are read from the imports in the source; nothing is imported. An arrow that others
-imply is left out, and so are the rooms of errors and files that stand beside the rooms.
+A room is a folder of core, adapters or app, or a file that `WAY` names. Arrows are imports, which
+are read from the source without importing anything. Imports that a longer path implies are left
+out, and so are other files directly in core or adapters.
 """
 
 import ast
@@ -29,7 +30,7 @@ WAY = {
     "load": "adapters/loaders/batches.py",
     "train": "adapters/trainer/trainer.py",
 }
-"""Stage of a sample's way -> the file where it begins to be read."""
+"""Stage that a sample passes on its way into training -> file in which the stage begins."""
 
 WIDTH, BOX, ROW = 960, (112, 28), 52
 
@@ -41,7 +42,10 @@ STYLE = """.ground { fill: #ffffff } text { font: 14px system-ui, sans-serif; fi
 
 
 def room_of(path: Path) -> str:
-    """Return the room of a file: its folder, a file that the way names, or `app/commands`."""
+    """
+    Return the room of a file: its folder, the file itself if `WAY` names it, or `app/commands`.
+    Other files directly in core or adapters belong to the layer.
+    """
     layer, first, *rest = path.relative_to(ROOT).parts
     if rest or str(path.relative_to(ROOT)) in WAY.values():
         return f"{layer}/{first.removesuffix('.py')}"
@@ -49,7 +53,7 @@ def room_of(path: Path) -> str:
 
 
 def imported_file(module: str, name: str) -> Path | None:
-    """Return the file of ours that `from module import name` reads, or None."""
+    """Return the project's file that `from module import name` imports, or None."""
     parts = [*module.split("."), name][1:]
     for end in range(len(parts), 1, -1):
         path = ROOT.joinpath(*parts[:end])
@@ -59,7 +63,7 @@ def imported_file(module: str, name: str) -> Path | None:
 
 
 def imports_by_room() -> dict[str, set[str]]:
-    """Return room -> rooms of its own layer that it imports; rooms of a layer are sorted."""
+    """Return a dict of room -> rooms of the same layer that this room imports."""
     found: dict[str, set[str]] = {}
     for path in sorted(path for layer in LAYERS for path in (ROOT / layer).rglob("*.py")):
         if "/" not in (room := room_of(path)):
@@ -100,7 +104,7 @@ def drop_implied(below: dict[str, set[str]]) -> dict[str, set[str]]:
 
 
 def arrange_in_rows(rooms: Iterable[str], below: dict[str, set[str]]) -> list[list[str]]:
-    """Return rooms in rows, each below those that import it, near them."""
+    """Return rooms in rows. Each room is in a row below the rooms that import it, and near them."""
     level = dict.fromkeys(rooms, 0)
     for _ in level:  # no way is longer; in a circle, this ends too
         for room in level:
@@ -148,13 +152,13 @@ def draw_rooms() -> str:
 
 
 def _badge(x: float, y: float, number: int) -> list[str]:
-    """Return a numbered dot: a step of the way."""
+    """Return the SVG of a numbered dot, which marks a stage of a sample."""
     dot = f'<circle class="step" cx="{x:.0f}" cy="{y:.0f}" r="9"/>'
     return [dot, f'<text class="number" text-anchor="middle" x="{x:.0f}" y="{y + 4:.0f}">{number}</text>']
 
 
 def _box(room: str, x: float, y: float) -> list[str]:
-    """Return a room, with the steps of the way that begin in it."""
+    """Return the SVG of a room: a box with its name, and with the stages that begin in the room."""
     left, name = x - BOX[0] / 2, room.partition("/")[2]
     steps = [number for number, file in enumerate(WAY.values(), 1) if room_of(ROOT / file) == room]
     badges = [part for place, number in enumerate(steps) for part in _badge(left + 4 + 20 * place, y + 2, number)]
@@ -165,7 +169,7 @@ def _box(room: str, x: float, y: float) -> list[str]:
 def main() -> None:
     """Write the drawing."""
     if lost := [file for file in WAY.values() if not (ROOT / file).exists()]:
-        message = f"WAY of tools/rooms.py names {', '.join(lost)}, which is gone: name the file that took its place"
+        message = f"WAY of tools/rooms.py names {', '.join(lost)}, which does not exist: name the present file"
         raise SystemExit(message)
     DRAWING.write_text(draw_rooms(), encoding="utf-8")
 

@@ -1,7 +1,8 @@
 """
 Files of the site that `make docs` builds: the repository's pages, and a page of each API.
 
-mkdocs calls `on_files`, and griffe `Doctests`; both run in the environment `.docs`, without torch.
+mkdocs calls `on_files` and `on_page_markdown`, and griffe calls `Doctests`. Both programs run in
+the environment `.docs`, which has no torch.
 """
 
 import ast
@@ -20,7 +21,7 @@ PAGES = ("README.md", "CHANGELOG.md", "CONTRIBUTING.md", "LICENSE", "ADR/*.md", 
 
 APIS = {
     "api/packplan.md": ("packplan", "The library without torch: `import packplan as pp`."),
-    "api/hf.md": ("packplan.hf", "For trainers of transformers and TRL, and loops of torch. It needs the extra `hf`."),
+    "api/hf.md": ("packplan.hf", "Packing in trainers of transformers and TRL, and in loops. It needs the extra `hf`."),
     "api/testing.md": ("packplan.testing", "Assertions for your own tests. They need the extra `hf`."),
 }
 """Page -> the module whose public names it documents, and its first sentence."""
@@ -29,13 +30,16 @@ PARTS = "api/parts.md"
 """Page of names that the guides import from deeper modules."""
 
 STYLE = ".md-grid { max-width: 76rem } .md-typeset pre > code { font-size: 0.78em }"
-"""Room for lines of code and of tables that commands print."""
+"""CSS for wider pages and smaller code, so that long lines of code and of printed tables fit."""
 
 IMPORT = re.compile(r"^from (packplan\.(?:core|adapters)\.[\w.]+) import ([\w, ]+)$", re.MULTILINE)
 
 
 def on_files(files: Files, *, config: MkDocsConfig) -> Files:
-    """Return the pages under their paths in the repository, so that links hold, and the API's."""
+    """
+    Return the theme's files, the repository's pages, and the pages of each API. The repository's
+    pages keep their paths, so that links between them work.
+    """
     found = {path.relative_to(ROOT).as_posix(): path for place in PAGES for path in ROOT.glob(place)}
     chosen = [file for file in files if not (Path(config.docs_dir) / file.src_uri).exists()]  # the theme's
     chosen += [File.generated(config, name, abs_src_path=str(path)) for name, path in sorted(found.items())]
@@ -81,7 +85,7 @@ def public_names(module: str) -> list[str]:
 
 
 class Doctests(Extension):
-    """Shows examples of the interpreter as code."""
+    """Extension of griffe that shows the doctests in docstrings as code."""
 
     def on_instance(self, *, obj: Object, **_: object) -> None:
         """Put a fence around each paragraph of a docstring that is an example."""

@@ -2,9 +2,10 @@
 Size of each part of the project in lines of code: `python3 tools/size.py`.
 
 A line counts as code if it holds more than a docstring, a comment or blanks. For tests, all lines
-count, and for pages words. With `rooms`, each room of the ceilings is printed beside its ceiling.
-`lower` lowers the ceilings. `check` names the rooms above their ceilings, with exit status 1. The
-program needs nothing but Python itself.
+count, and for pages words. A room is a set of files with a ceiling, the largest allowed size.
+`rooms` prints the size of each room beside its ceiling, and `lower` lowers the ceilings. `check`
+names the rooms above their ceilings, with exit status 1 if there is one. The program needs nothing
+but Python itself.
 """
 
 import ast
@@ -51,11 +52,11 @@ def code_lines(source: str) -> int:
 
 
 CEILINGS = ROOT / "tests" / "architecture" / "ceilings.txt"
-"""A room a line: its name, its ceiling, and the files and folders that it holds."""
+"""File with one line for each room: its name, its ceiling, and patterns of its files."""
 
 
 def ceilings(path: Path = CEILINGS) -> dict[str, tuple[int, list[str]]]:
-    """Return the ceiling of each room, and its files and folders, relative to the project."""
+    """Return the ceiling of each room, and the patterns of its files, relative to the project."""
     lines = [line.split() for line in path.read_text(encoding="utf-8").splitlines() if not line.startswith("#")]
     return {name: (int(number), places) for name, number, *places in lines}
 
@@ -65,8 +66,9 @@ def room_size(name: str, places: list[str]) -> int:
     Return the size of a room.
 
     Args:
-        name: Name of the room; that of *tests* counts all lines, *pages* words, *modules* files.
-        places: Patterns of its files, relative to the project.
+        name: Name of the room. The size of `tests` is its number of lines, of `pages` its number of
+            words, and of `modules` its number of files. All other sizes are lines of code.
+        places: Patterns of the room's files, relative to the project.
     """
     files = sorted({path for place in places for path in ROOT.glob(place) if path.is_file()})
     if name == "modules":
@@ -78,7 +80,7 @@ def room_size(name: str, places: list[str]) -> int:
 
 
 def lower_ceilings(path: Path = CEILINGS) -> None:
-    """Lower each ceiling to the next 50 above the room's size, so that a small change fits in."""
+    """Lower each ceiling to the room's size, rounded up to a multiple of 50."""
     told = [line for line in path.read_text(encoding="utf-8").splitlines() if line.startswith("#")]
     sizes = {name: (ceiling, -(-room_size(name, held) // 50) * 50) for name, (ceiling, held) in ceilings(path).items()}
     rows = [(name, min(sizes[name]), *held) for name, (_, held) in ceilings(path).items()]
@@ -86,10 +88,10 @@ def lower_ceilings(path: Path = CEILINGS) -> None:
 
 
 def size_faults(path: Path = CEILINGS) -> list[str]:
-    """Return a message for each room that is above its ceiling, or has no file."""
+    """Return a message for each room that is above its ceiling, or that has the size 0."""
     sizes = {name: (room_size(name, held), ceiling) for name, (ceiling, held) in ceilings(path).items()}
     return [
-        f"{name} has {found:,}, and its ceiling is {ceiling:,}: take lines out of it, or raise it by an ADR"
+        f"{name} has {found:,}, and its ceiling is {ceiling:,}: take lines out, or raise the ceiling by an ADR"
         for name, (found, ceiling) in sizes.items()
         if not 0 < found <= ceiling
     ]

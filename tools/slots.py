@@ -2,7 +2,7 @@
 Draw the slots of a step whose long packs are shared: `python -m tools.slots` writes
 `docs/slots.svg`.
 
-Packs and slots are those of the product's own plan and schedule.
+Packs and slots are those of a plan and a schedule that Packplan makes.
 """
 
 from pathlib import Path
@@ -14,13 +14,13 @@ DRAWING = Path(__file__).resolve().parents[1] / "docs" / "slots.svg"
 
 RANKS, MICROBATCHES, PACKING_LENGTH = 4, 3, 8192
 LENGTHS = (5000, 3100, 30_000, 7900, 11_000, 4200, 3800, 15_500, 2000, 6150)
-"""Tokens of the samples of one step."""
+"""Number of tokens of each sample in the drawn step."""
 
 LEFT, TOP, WIDTH, HEIGHT, GAP = 80, 56, 250, 34, 4
 
 
 def draw_step() -> str:
-    """Return a drawing of ranks below each other, and their microbatches from left to right."""
+    """Return an SVG drawing with a row for each rank and a column for each microbatch."""
     planned = plan(LENGTHS, PACKING_LENGTH)
     schedule = planned.schedule(world_size=RANKS, packs_per_step=RANKS * MICROBATCHES, degrees="auto")
     order, degrees = schedule.order(0).reshape(-1, RANKS), schedule.pack_degrees(0)

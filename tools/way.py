@@ -1,14 +1,14 @@
 """
 Functions of the project that `packplan sft app/demo.yaml` calls: `python -m tools.way`.
 
-It trains two steps of the demo and prints three lists of functions:
+The program trains two steps of the demo and prints three lists of functions:
 
-- those of the run to the end of its first step;
-- those that read and encode the packs of the second step;
-- those of its first `training_step`.
+- functions that are called up to the end of the first step;
+- functions that read and encode the packs of the second step;
+- functions that the first `training_step` of the second step calls.
 
 Each list has a line for each file, with the functions in order of their first call, and ends with
-their number. Arguments override keys of the YAML.
+their number. Command-line arguments override keys of the YAML.
 """
 
 import functools
@@ -29,7 +29,7 @@ FUNCTION = 0x1
 
 @functools.cache
 def name_file(code: CodeType) -> str | None:
-    """Return the file of a function of the product; None for other functions."""
+    """Return the file of a function in core, adapters or app; None for other functions."""
     path = Path(code.co_filename).resolve()
     inside = code.co_flags & FUNCTION and any(path.is_relative_to(ROOT / part) for part in PRODUCT)
     # A comprehension, a generator expression and a lambda belong to the function around them.
@@ -51,11 +51,12 @@ class Way:
 
     def note(self, frame: FrameType, event: str, _: Any) -> None:
         """
-        Note a call of the product, for `sys.setprofile`.
+        Note which function is called, as the profile function of `sys.setprofile`.
 
         Args:
             frame: Frame of the function.
-            event: `call` and `return` count; a generator has a pair for each item.
+            event: Kind of event: `call`, `return`, or another event, which is ignored. A generator
+                has a call and a return for each item.
             _: Result of the function.
         """
         code = frame.f_code
@@ -71,7 +72,7 @@ class Way:
 
 
 def describe(calls: dict[CodeType, None], title: str) -> str:
-    """Return a line for each file of the product and its functions, and one with their counts."""
+    """Return a line with the functions of each file, and a last line with *title* and counts."""
     files: dict[str | None, list[str]] = {}
     for code in calls:
         files.setdefault(name_file(code), []).append(code.co_qualname)
@@ -80,7 +81,7 @@ def describe(calls: dict[CodeType, None], title: str) -> str:
 
 
 def record(folder: Path) -> Way:
-    """Train two steps, with the output in *folder*, where nothing is stored yet."""
+    """Train two steps with the empty output folder *folder*, and return the called functions."""
     way = Way()
     threading.setprofile(way.note)
     sys.setprofile(way.note)

@@ -16,7 +16,7 @@ def test_no_room_is_above_its_ceiling(tmp_path, monkeypatch):
     low = tmp_path / "ceilings.txt"
     low.write_text("core/align 1 core/align.py\ncore/plan 9999 core/plan.py\n")
 
-    told = "core/align has {}, and its ceiling is 1: take lines out of it, or raise it by an ADR"
+    told = "core/align has {}, and its ceiling is 1: take lines out, or raise the ceiling by an ADR"
     assert [told.format(size.room_size("core/align", ["core/align.py"]))] == size.size_faults(low)
     monkeypatch.setattr("sys.argv", ["size.py", "check"])
     size.main()

@@ -1,8 +1,8 @@
 """
-Make the tiny models and the data set that the examples train on, then train on them.
+Make the tiny models and the data set that the examples train on, then train a model.
 
-`python -m tools.demo` does all and ends with one line that says how the loss fell; `python -m
-tools.demo make` only makes; with `--videos`, also what `app/demo_videos.yaml` trains on.
+`python -m tools.demo` makes and trains, and its last line says how the loss fell. `python -m
+tools.demo make` only makes models and data; `--videos` adds the data of `app/demo_videos.yaml`.
 """
 
 import argparse
@@ -38,8 +38,8 @@ def make(folder: Path, *, seed: int, num_train: int, num_val: int) -> None:
     Args:
         folder: Output folder.
         seed: Seed of the data and the weights.
-        num_train: Records of the training data.
-        num_val: Records of the evaluation data.
+        num_train: Number of records in each file of training data.
+        num_val: Number of records in the evaluation data.
     """
     with loading_libraries():
         from tools.demo.scenes import read_corpus, write_data
@@ -54,7 +54,8 @@ def make(folder: Path, *, seed: int, num_train: int, num_val: int) -> None:
 
 def make_videos(folder: Path) -> None:
     """
-    Write clips and `videos.jsonl`, records of text, images and videos, to `videos/` under *folder*.
+    Write clips, pictures and `videos.jsonl`, whose records have text, images and videos, to
+    `videos/` under *folder*.
     """
     from tools.demo.videos import write_records
 
@@ -63,7 +64,7 @@ def make_videos(folder: Path) -> None:
 
 
 def describe_folder(folder: Path) -> str:
-    """Return a line for each kind of file in *folder*, and the command that trains on it."""
+    """Return a line for each kind of file in *folder*, and the commands that train on the files."""
     from tools.demo.tiny_models import MODEL_TYPES
 
     lines = [f"{folder / 'models'}: {', '.join(MODEL_TYPES)}; tiny, with random weights"]
@@ -79,7 +80,7 @@ def describe_folder(folder: Path) -> str:
 
 
 def _training_command(folder: Path, config: Path) -> str:
-    """Return the command that trains a YAML of the demo on what is in *folder*."""
+    """Return the command that trains a YAML of the demo with the models and data in *folder*."""
     shown = os.path.relpath(config) if config.is_relative_to(Path.cwd()) else str(config)
     own = Path(sys.executable).with_name("packplan")
     program = "packplan" if shutil.which("packplan") == str(own) else os.path.relpath(own)
@@ -95,8 +96,8 @@ def _training_command(folder: Path, config: Path) -> str:
 
 def _yaml_in_folder(value: str | list[str], folder: Path) -> str:
     """
-    Return a path, or paths, of the demo's YAML as they are in *folder*, as YAML; quoted only where
-    a name needs it.
+    Return a path or a list of paths of the demo's YAML, moved to *folder*, as YAML text. Only names
+    that need quotes are quoted.
     """
     if isinstance(value, str):
         moved: str | list[str] = str(folder / Path(value).relative_to(FOLDER))
@@ -107,7 +108,7 @@ def _yaml_in_folder(value: str | list[str], folder: Path) -> str:
 
 
 def train() -> None:
-    """Train as `app/demo.yaml` says, and print how the loss fell."""
+    """Train the run of `app/demo.yaml`, and print how the loss fell."""
     with loading_libraries():
         from packplan.app.opening.ranks import join_ranks
         from packplan.app.sft.train import train as train_run
@@ -127,20 +128,20 @@ def train() -> None:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Run the command; return its exit status."""
+    """Run the command, and return its exit status."""
     parser = argparse.ArgumentParser(prog="python -m tools.demo", description=__doc__)
     parser.add_argument("what", nargs="?", choices=["make"], help="make the models and data, and do not train")
     parser.add_argument("--folder", type=Path, default=FOLDER, help="where to write (default: %(default)s)")
-    parser.add_argument("--seed", type=int, default=0, help="decides every byte (default: %(default)s)")
-    parser.add_argument("--train", type=int, default=240, metavar="N", help="records to learn (default: %(default)s)")
+    parser.add_argument("--seed", type=int, default=0, help="seed of data and weights (default: %(default)s)")
+    parser.add_argument("--train", type=int, default=240, metavar="N", help="training records (default: %(default)s)")
     parser.add_argument("--val", type=int, default=40, metavar="N", help="held-out records (default: %(default)s)")
     parser.add_argument("--videos", action="store_true", help="also make a small data set of text, images and videos")
     parser.add_argument("--verbose", action="store_true", help="also show what the libraries log")
     options = parser.parse_args(arguments)
     if options.what != "make" and options.folder != parser.get_default("folder"):
-        parser.error("--folder goes with make: training reads what app/demo.yaml names")
+        parser.error("--folder needs make, since training reads the folders in app/demo.yaml: add make")
     if options.what != "make" and options.videos:
-        parser.error("--videos goes with make: packplan sft app/demo_videos.yaml trains on them")
+        parser.error("--videos needs make: add make, then run packplan sft app/demo_videos.yaml")
 
     def command() -> None:
         make(options.folder, seed=options.seed, num_train=options.train, num_val=options.val)

@@ -1,8 +1,8 @@
 """
-The demo task: scenes of coloured shapes, to be described.
+Data of the demo: scenes of coloured shapes, and descriptions that a model learns to write.
 
-Images of many sizes and captions of many lengths; some records have no image, some several, a few
-are longer than the budget. The same seed gives the same bytes.
+Images have many sizes, and captions have many lengths. Some records have no image, some have
+several images, and a few are longer than a pack. The same seed gives the same files.
 """
 
 import json
@@ -49,13 +49,13 @@ class Shape:
 def write_data(folder: Path, *, seed: int, num_train: int, num_val: int) -> None:
     """
     Write `train.jsonl` and `val.jsonl` (dense captions), `messages.jsonl`, and their images under
-    *folder*; for reinforcement learning `repeat.jsonl` and `colours.jsonl`.
+    *folder*. Also write `repeat.jsonl` and `colours.jsonl` for reinforcement learning.
 
     Args:
-        folder: Made if missing.
-        seed: Decides every byte.
-        num_train: Records to learn from; as many again in each of the other files.
-        num_val: Records of other scenes, never learned from.
+        folder: Output folder, created if missing.
+        seed: Seed of all random choices.
+        num_train: Number of records in each file except `val.jsonl`.
+        num_val: Number of records in `val.jsonl`, which show other scenes.
     """
     (folder / "images").mkdir(parents=True, exist_ok=True)
     for split, count in (("train", num_train), ("val", num_val)):
@@ -71,10 +71,10 @@ def write_data(folder: Path, *, seed: int, num_train: int, num_val: int) -> None
 
 def _draw_colour_task(folder: Path, rng: random.Random, number: int) -> dict[str, Any]:
     """
-    Draw a task whose answer can be verified by looking alone: to name the colour of a picture.
+    Write a picture, and return the task of naming its colour.
 
-    Each of four colours is the answer as often, so that no answer without looking is right more
-    often than in one of four records.
+    Each of four colours is the answer equally often. A model that ignores the picture is therefore
+    right in one of four records.
     """
     colour = list(COLOURS)[number % 4]
     image = f"images/colour_{number:05d}.png"
@@ -86,14 +86,14 @@ def _draw_colour_task(folder: Path, rng: random.Random, number: int) -> dict[str
 
 
 def _draw_repeat_task(rng: random.Random) -> dict[str, Any]:
-    """Return a task of text whose answer can be verified: to repeat some words."""
+    """Return the task of repeating some words, whose answer a program can check."""
     words = " ".join(rng.choice([*COLOURS, *SHAPES]) for _ in range(1 + min(int(rng.expovariate(0.25)), 15)))
     turns = (("user", f"Repeat: {words}"), ("assistant", words))
     return {"messages": [{"role": role, "content": content} for role, content in turns]}
 
 
 def read_corpus(folder: Path) -> Iterator[str]:
-    """Yield the text of all records, for a tokenizer to learn from."""
+    """Yield the lines of `train.jsonl` and `messages.jsonl`, from which a tokenizer is learned."""
     for name in ("train.jsonl", "messages.jsonl"):
         yield from (folder / name).read_text(encoding="utf-8").splitlines()
 

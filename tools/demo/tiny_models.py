@@ -17,7 +17,7 @@ SPECIAL_TOKENS = (
     *(f"<|{kind}_{end}|>" for kind in ("object_ref", "box", "quad", "vision") for end in ("start", "end")),
     *(f"<|{kind}_pad|>" for kind in ("vision", "image", "video")),
 )
-"""Special tokens of the Qwen family, in its order."""
+"""Special tokens of the Qwen family, in the order of their ids."""
 
 MODEL_TYPES = ("qwen2_5_vl", "qwen3_vl", "qwen2", "qwen3")
 
@@ -51,11 +51,11 @@ def write_model(
     Write a model, its tokenizer and its processor to *folder*.
 
     Args:
-        folder: Made if missing.
+        folder: Output folder, created if missing.
         model_type: One of `MODEL_TYPES`.
-        text: Corpus of the tokenizer's vocabulary.
-        seed: Decides the weights.
-        vocabulary: Tokens of the tokenizer, at most, the special ones aside.
+        text: Texts from which the tokenizer's vocabulary is learned.
+        seed: Seed of the weights.
+        vocabulary: Maximum number of the tokenizer's tokens, without special tokens.
     """
     folder.mkdir(parents=True, exist_ok=True)
     tokenizer = learn_tokenizer(text, vocabulary=vocabulary)
@@ -79,15 +79,15 @@ def learn_tokenizer(
     vocabulary: int = _VOCABULARY,
 ) -> Any:
     """
-    Return a tokenizer of Qwen's kind, whose vocabulary is learned from a text.
+    Return a tokenizer of Qwen's kind, whose vocabulary is learned from texts.
 
     Args:
-        text: Corpus of its vocabulary.
+        text: Texts from which the vocabulary is learned.
         tokens: Special tokens.
-        eos_token: The one that ends a turn.
-        pad_token: The one that pads.
-        named: Names of the tokenizer's own for some of them, as `image_token`.
-        vocabulary: Tokens that are learned, at most.
+        eos_token: Special token that ends a turn.
+        pad_token: Special token of padding.
+        named: Attribute of the tokenizer, such as `image_token` -> its special token.
+        vocabulary: Maximum number of tokens that are learned.
     """
     learner = ByteLevelBPETokenizer()
     learner.train_from_iterator(text, vocab_size=vocabulary, min_frequency=2, show_progress=False)

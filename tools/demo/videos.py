@@ -1,4 +1,4 @@
-"""Synthetic videos: a bar that moves over a background, in all containers and codecs in use."""
+"""Synthetic videos of a bar that moves over a background, in common containers and codecs."""
 
 import json
 import random
@@ -22,13 +22,13 @@ KINDS = (
     ("mkv", "libvpx-vp9", "yuv420p"),
     ("mp4", "mpeg4", "yuv420p"),
 )
-"""Container, as its file extension, encoder and pixel format."""
+"""File extension of the container, encoder, and pixel format of each kind of video."""
 
 RATES = (Fraction(25), Fraction(24000, 1001), Fraction(30000, 1001), Fraction(60), None)
-"""Frames a second; None varies."""
+"""Frames per second; None for frames at irregular times."""
 
 SECONDS = (1.0, 0.2, 3.0, 0.5, 7.0)
-"""Usual durations; a few videos take a minute, or ten."""
+"""Usual durations in seconds. A few videos last 1 or 10 minutes."""
 
 SIZES = ((64, 48), (96, 54), (50, 120), (130, 66), (320, 180))
 
@@ -59,7 +59,7 @@ class VideoSpec:
     codec: str = "libx264"
     pixels: str = "yuv420p"
     rate: Fraction | None = RATES[0]
-    """Frames a second; None varies."""
+    """Frames per second; None for frames at irregular times."""
 
     num_frames: int = 25
 
@@ -70,7 +70,7 @@ class VideoSpec:
     """Degrees of rotation that the container declares."""
 
     seed: int = 0
-    """Seed of its colours and times of frames."""
+    """Seed of the colours, and of irregular frame times."""
 
     def write(self, path: Path) -> Path:
         """Encode the video to *path*, and return the path."""
@@ -117,10 +117,11 @@ class VideoSpec:
 
 def write_records(folder: Path) -> Path:
     """
-    Write clips, stills, and records of text, images and videos, and return the records' file.
+    Write clips, stills, and a file of records with text, images and videos. Return the path of this
+    file.
 
     Args:
-        folder: Made if missing.
+        folder: Output folder, created if missing.
     """
     from PIL import Image
 
@@ -157,8 +158,8 @@ def _media_record(number: int, names: list[str]) -> dict[str, Any]:
 
 def video_specs(number: int) -> list[VideoSpec]:
     """
-    Return settings for videos of every container, rate, duration, size and turn; one in 40 is a
-    minute or ten long.
+    Return the settings of *number* videos that vary in container, rate, duration, size and
+    rotation. One video in 40 lasts 1 or 10 minutes.
     """
     return [_spec_at(place) for place in range(number)]
 
