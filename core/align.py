@@ -102,7 +102,7 @@ def align_plan(
         dataloader_drop_last: Whether to drop the leftover packs. If false, packs from the front are
             repeated, cyclically.
         batch_size: Number of packs in one forward pass of a rank, >= 1. If leftover packs are
-            dropped, an incomplete last batch is dropped too.
+            dropped, each rank has to keep at least this many.
         degrees: Number of ranks that share each pack, powers of two; shape (num_packs,). None means
             one rank for each pack.
         max_degree: Maximum number of ranks that share a pack. None means the largest power of two

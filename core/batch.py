@@ -22,8 +22,10 @@ def count_row_groups(num_ranks: int, row_ranks: int) -> int:
 
     Args:
         num_ranks: Number of all ranks.
-        row_ranks: Number of neighbouring ranks that share each row; ArgumentError unless this
-            number divides *num_ranks*.
+        row_ranks: Number of neighbouring ranks that share each row; has to divide *num_ranks*.
+
+    Raises:
+        ArgumentError: *row_ranks* does not divide *num_ranks*.
 
     >>> count_row_groups(6, 2)
     3

@@ -58,12 +58,12 @@ def find_bound(
     Return the best lower bound on the number of packs that a search of *effort* steps finds.
 
     The quick bounds are computed first: Martello and Toth's L2 and dual-feasible functions. If no
-    quick packing has as few packs as a quick bound, the linear program over packing patterns is
-    solved. The linear program takes seconds for thousands of distinct lengths, and minutes for ten
-    thousand.
+    quick packing has as few packs as a quick bound, a search looks for a better packing. Linear
+    programs over packing patterns then raise the bound. The programs take seconds for thousands of
+    distinct lengths, and minutes for ten thousand.
 
-    The linear program is skipped if there are more than 20,000 distinct lengths. It is also skipped
-    if the capacity, divided by the greatest common divisor of the lengths, is above 131,072.
+    Only the quick bounds are computed if there are more than 20,000 distinct lengths. The same
+    holds if the capacity, divided by the greatest common divisor of the lengths, is above 131,072.
 
     Args:
         lengths: Number of tokens of each sample, each from 1 to *capacity*.
@@ -71,9 +71,9 @@ def find_bound(
         known: Number of packs of a known packing. The search ends when the bound equals *known*.
             With a finite *effort*, the search also ends when a quick bound is within one pack in
             1,000 of *known*.
-        effort: Maximum number of steps after the quick bounds (`core.patterns`). 0 skips the linear
-            program, whose steps took 0.03 to 0.1 microseconds each. The linear programs also stop
-            after 250 million steps per 0.1 % of the packs that they may save.
+        effort: Maximum number of steps after the quick bounds (`core.patterns`); 0 computes only
+            the quick bounds. A step of a linear program took 0.03 to 0.1 microseconds. The linear
+            programs also stop after 250 million steps per 0.1 % of the packs that they may save.
         report: Called with a progress message.
 
     Raises:

@@ -42,7 +42,7 @@ def padded_length(length: int, *, cp_size: int, tp_size: int = 1) -> int:
 
 def cu_seqlens(lengths: Lengths, *, pad_to_multiple_of: int = 1) -> list[int]:
     """
-    Return the first position of each sequence in a packed row, and the end of the last one.
+    Return the first position of each sequence in a packed row, and the end of the last sequence.
 
     Args:
         lengths: Number of tokens of each sequence, >= 1.

@@ -50,8 +50,8 @@ CHECKS = MappingProxyType(
         "positions": "number of position ids that differ from those of the samples alone",
         "labels": "number of targets of the loss that differ from those of the samples alone",
         "logits": "largest difference of a logit, divided by the largest logit",
-        "sample loss": "difference of a sample's mean loss, divided "
-        "by that loss, or by a tenth of the loss's terms if that is more",
+        "sample loss": "difference between a sample's mean losses in the pack and alone, divided "
+        "by the loss alone, or by a tenth of the loss's terms if that is more",
         "step loss": "difference of the pack's loss as training computes it, divided as for 'sample loss'",
         "gradients": "norm of the gradients' difference, divided by the sum of the single samples' gradient norms",
         "isolation": "largest gradient of a sample's logits with respect to another sample, divided by that with "
@@ -61,7 +61,7 @@ CHECKS = MappingProxyType(
 """Name of a check -> meaning of its number."""
 
 EQUALITY_LIMITS: Mapping[Precision, float] = MappingProxyType({"float32": 2e-5, "float16": 2e-2, "bfloat16": 1e-1})
-"""Largest relative difference allowed between a packed sample and the same sample alone."""
+"""Largest relative difference allowed in logits and gradients between packed and single samples."""
 
 _LOSS_LIMITS: Mapping[Precision, float] = MappingProxyType({"float32": 1e-5, "float16": 5e-3, "bfloat16": 2e-2})
 """
@@ -78,8 +78,8 @@ grow with these terms.
 
 PROBE_VERSION = 3
 """
-Version of the probe. Raise it when the probe can find new faults, so that stored verdicts are
-computed again.
+Version of the probe, to be raised when the probe can find new faults. Stored verdicts of other
+versions are computed again.
 """
 
 _FINE_EPSILON = 2.0**-20
@@ -110,7 +110,7 @@ class Deviation:
     """Index of the sample; None if the value concerns the whole pack."""
 
     detail: str = ""
-    """Place inside the sample or pack."""
+    """Place of the difference inside the sample or pack."""
 
 
 @attrs.frozen
@@ -125,8 +125,8 @@ class Verdict:
 
 def loss_difference(found: float, expected: float, *, term_size: float) -> float:
     """
-    Return the difference between a mean loss and the expected loss, relative to the size of
-    rounding errors.
+    Return the difference between a mean loss and the expected loss, divided by the expected loss.
+    The divisor is at least a tenth of *term_size*, because rounding errors grow with the terms.
 
     Args:
         found: Mean loss in the pack.
@@ -465,7 +465,8 @@ def choose_attention(
     attn_impl: str, verdict: PackingVerdict | None, *, flash_installed: bool = True, on_cpu: bool = False
 ) -> AttentionChoice:
     """
-    Return the attention of a run. Its `leak` gives the reason if samples must not share packs.
+    Return the attention of a run. The result's `leak` gives the reason if samples must not share
+    packs.
 
     Args:
         attn_impl: Value of `attn_impl`.
@@ -487,7 +488,7 @@ def choose_attention(
         leak = verdict.reason
     if attn_impl == VARLEN and verdict is not None and not passes:
         raise ModelError("attention", f"attn_impl {VARLEN} cannot be used: {verdict.reason}")
-    why = "attn_impl names it" if attn_impl != AUTO else f"attn_impl is {AUTO}"
+    why = "attn_impl names this attention" if attn_impl != AUTO else f"attn_impl is {AUTO}"
     if verdict is None:
         return AttentionChoice(NATIVE if attn_impl == AUTO else attn_impl, why, leak=leak)
     if not passes:

@@ -337,7 +337,7 @@ class CorruptArtefactError(VerificationError):
 
 @attrs.frozen
 class Difference:
-    """Key whose value differs between two fingerprints, with both values."""
+    """Key or field whose stored value differs from its current value, with both values."""
 
     key: str
     stored: object
@@ -349,7 +349,7 @@ class Difference:
 
 
 def _value_text(value: object) -> str:
-    """Return a value of a `Difference` as text; of a SHA-256, its first 12 digits."""
+    """Return a value of a `Difference` as text. A SHA-256 is cut to its first 12 digits."""
     text = "unset" if value is None else repr(value)
     return f"{text[:13]}'" if len(text) == 66 and not text[1:-1].strip("0123456789abcdef") else text
 

@@ -145,7 +145,7 @@ def unseal(values: object) -> dict[str, Any]:
     if json_digest(held) != values[SEAL]:
         raise ValueError("its digest differs from the saved one")
     if (number := held.pop(_FORMAT, 1)) > STATE_FORMAT:
-        message = f"a newer Packplan wrote it (format {number}; this one reads up to {STATE_FORMAT}): install it"
+        message = f"a newer Packplan wrote it (format {number}; this one reads up to {STATE_FORMAT}): update Packplan"
         raise ValueError(message)
     return held
 

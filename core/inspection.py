@@ -509,7 +509,7 @@ def summarise_sources(
     names = list(dict.fromkeys(file.source for file in files))
     owners = np.repeat([names.index(file.source) for file in files], [file.records for file in files])
     if len(owners) != len(table):
-        raise ArgumentError("argument", f"the files have {counted(len(owners), 'record')}, the table {len(table):,}")
+        raise ArgumentError("argument", f"files have {counted(len(owners), 'record')}, but a table has {len(table):,}")
     counts = _count_by_source(plan, table, media, owners, len(names))
     samples = sample_indices(table)
     tokens, owner_of = column(table, "length")[samples], owners[samples]

@@ -36,7 +36,7 @@ class LengthCounts:
     """Distinct lengths in tokens, longest first."""
 
     counts: list[int]
-    """Number of samples of each length; `from_lengths` counts at least 1 for each."""
+    """Number of samples of each length. `from_lengths` returns no count of 0."""
 
     @classmethod
     def from_lengths(cls, lengths: IntArray) -> LengthCounts:

@@ -14,8 +14,8 @@ from packplan.core.errors import ArgumentError, counted
 
 Lengths = Sequence[int] | NDArray[np.integer]
 """
-A list or an array of whole numbers, or an object whose slices are such lists, for example a column
-of a `datasets` data set.
+A list or an array of whole numbers, or an object whose slices are lists of whole numbers. An
+example of such an object is a column of a `datasets` data set.
 """
 
 IntArray = NDArray[np.int64]
@@ -172,7 +172,9 @@ def as_whole_number(name: str, value: int, *, least: int = 1, most: int = 2**63 
 
 
 def round_up_lengths(lengths: IntArray, multiple: int) -> IntArray:
-    """Return lengths rounded up to a multiple; ArgumentError if their sum exceeds 64 bits."""
+    """
+    Return lengths rounded up to a multiple. Raise an ArgumentError if their sum reaches 2**63.
+    """
     multiple = as_whole_number("the pad multiple", multiple)
     if lengths.size and (int(lengths.max()) + multiple) * lengths.size >= 2**63:
         total = sum(-(-length // multiple) * multiple for length in lengths.tolist())
@@ -184,7 +186,7 @@ def round_up_lengths(lengths: IntArray, multiple: int) -> IntArray:
 
 def exact_share(name: str, value: float | str | Decimal | Fraction) -> Fraction:
     """
-    Return a share as an exact fraction; ArgumentError if it is not from 0 to 1.
+    Return a share as an exact fraction. Raise an ArgumentError if the share is not from 0 to 1.
 
     >>> exact_share("min_fill_ratio", 0.55)
     Fraction(11, 20)

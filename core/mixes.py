@@ -443,7 +443,7 @@ def _value_faults(mix: Mix, sizes: Sequence[int]) -> Iterator[Fault]:
         if first < number:
             yield Fault(f"{path}.jsonl", f"is {source.jsonl}, and so is sources[{first}].jsonl: name each file once")
         elif not size:
-            yield Fault(path, f"({source.jsonl}) has no record: remove it, or add records")
+            yield Fault(path, f"({source.jsonl}) has no record: remove the source, or add records")
         elif source.count is not None and source.count > size and not source.replacement:
             reason = (
                 f"is {source.count}, but {source.jsonl} has {counted(size, 'sample')}: lower it, or set replacement: "
@@ -494,7 +494,7 @@ def _pool_faults(mix: Mix, drawable: Sequence[Pool]) -> Iterator[Fault]:
         path, file, cap = f"sources[{number}]", pool.source.jsonl, pool.source.cap
         longest = int(pool.lengths.max(initial=0))
         if not longest:
-            yield Fault(path, f"({file}) has no sample to draw, since all its records are bad or too long: remove it")
+            yield Fault(path, f"({file}) has no sample to draw, since all are bad or too long: remove the source")
         elif mix.by == "tokens" and cap is not None and cap < longest:
             yield Fault(f"{path}.cap", f"is {cap}, but the longest sample of {file} has {longest:,} tokens: raise it")
 

@@ -151,8 +151,8 @@ def build_raw_plan(
         lengths: Number of tokens of each sample, >= 1.
         policy: Settings that decide the plan. None uses only *fields*, which then need
             `packing_length`.
-        epoch: Number of the planned epoch, from 0. It has no effect unless the policy is
-            `replanned`.
+        epoch: Number of the planned epoch, from 0. The number changes the packs only if the policy
+            is `replanned`.
         works: Work of each sample in any unit, >= 0, for algorithms that pack by work (`balanced`).
             None derives the work from the lengths.
         images: Number of images of each sample; needed if the policy has `max_images`.
@@ -268,7 +268,8 @@ def _find_plan_bound(
 
 def _checked_policy(policy: PlanPolicy) -> PlanPolicy:
     """
-    Return *policy*; ArgumentError if it is not a `PlanPolicy` but, for example, a packing length.
+    Return *policy*. Raise an ArgumentError if it is not a `PlanPolicy` but, for example, a packing
+    length.
     """
     if not isinstance(policy, PlanPolicy):
         message = f"the second argument has to be a PlanPolicy, not {policy!r}: write packing_length={policy!r}"
@@ -421,8 +422,8 @@ def plan_to_arrays(plan: RawPlan) -> dict[str, IntArray]:
 
 def plan_from_arrays(arrays: Mapping[str, IntArray]) -> RawPlan:
     """
-    Rebuild a plan from the arrays that `plan_to_arrays` returned; ValueError if they are not a
-    valid plan.
+    Rebuild a plan from the arrays that `plan_to_arrays` returned. Raise a ValueError or a
+    LookupError if the arrays are not a valid plan.
     """
     return RawPlan(
         packs=Packs(arrays["offsets"], arrays["indices"]),

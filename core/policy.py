@@ -138,7 +138,7 @@ class PlanPolicy:
         if self.max_images is not None:
             as_whole_number("max_images", self.max_images)
         if find_algorithm(self.algorithm).keeps_order and self.replanned:
-            message = f"replanned is True, but {self.algorithm} keeps the order of the data, so epochs cannot differ"
+            message = f"replanned is True, but {self.algorithm} keeps the order of the data: choose another algorithm"
             raise ArgumentError("argument", message)
 
     @property

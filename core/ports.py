@@ -64,7 +64,10 @@ class LengthSource(Protocol):
         """Return all inputs that decide measurements, such as the tokenizer, except the data."""
 
     def measure_in_full(self, index: int, /) -> Measurement:
-        """Encode sample *index* in full and measure it; RecordError if it is not a sample."""
+        """
+        Encode record *index* in full and measure it. Raise a RecordError if it cannot become a
+        sample.
+        """
 
     def measure_many(
         self, indices: Sequence[int], /, *, in_full: bool, epoch: int | None = None
@@ -278,8 +281,8 @@ class RankGroup(Protocol):
 
     def gather(self, value: str, /) -> tuple[str, ...]:
         """
-        Return the values of all ranks, ordered by rank; RunError if a rank does not respond in
-        time.
+        Return the values of all ranks, ordered by rank. Raise a RunError if a rank does not respond
+        in time.
         """
 
     def stop_heartbeat(self) -> None:
@@ -289,11 +292,13 @@ class RankGroup(Protocol):
         """Return whether *flag* is true on any rank."""
 
     def wait_for_all(self) -> None:
-        """Wait until every rank has called this method; RunError as soon as a rank has died."""
+        """
+        Wait until every rank has called this method. Raise a RunError as soon as a rank has died.
+        """
 
     def gather_arrays(self, arrays: Arrays, /) -> tuple[Arrays, ...]:
         """
-        Return the arrays of all ranks, ordered by rank; RunError if another rank has died.
+        Return the arrays of all ranks, ordered by rank. Raise a RunError if another rank has died.
 
         The shapes of the arrays may differ between ranks.
         """

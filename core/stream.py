@@ -243,7 +243,7 @@ def _pack_buffer(state: ReaderState, options: StreamOptions, *, at_end: bool) ->
 
     The newest underfilled pack stays in the buffer. Older underfilled packs stay too, as long as
     all packs that stay have together at most half a buffer of samples. All other packs are trained.
-    The samples of underfilled packs among them are evicted.
+    Samples of underfilled packs that are trained count as evicted.
 
     When a reader has read its last sample, no pack stays in the buffer. Underfilled packs are then
     dropped if `drop_last` is true.

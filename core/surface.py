@@ -136,7 +136,7 @@ class Plan(HasPacks):
 
     def report(self, path: Any) -> None:
         """
-        Write an HTML page with figures and plots of the plan; needs the extra `report`.
+        Write an HTML page with figures and plots of the plan. The page needs the extra `report`.
 
         Args:
             path: File to write, as a string or a path. An existing file is replaced.

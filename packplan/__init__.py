@@ -10,7 +10,8 @@ and is the same on every rank.
 6
 
 Each name of this module is imported when it is first used. The names need only attrs, binpacking,
-numpy and scipy. Training needs an extra: `pip install 'packplan[train]'`.
+numpy and scipy; `write_report` also needs the extra `report`. Training needs another extra: `pip
+install 'packplan[train]'`.
 """
 
 from __future__ import annotations

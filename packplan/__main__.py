@@ -1,4 +1,4 @@
-"""Runs the command `packplan` for `python -m packplan`."""
+"""Run the command `packplan` as `python -m packplan`."""
 
 import sys
 

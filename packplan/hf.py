@@ -1,5 +1,6 @@
 """
-Packing in trainers of transformers and TRL, and in your own training loops: `docs/use-it-in/`.
+Packing in trainers of transformers and TRL, and in your own training loops. The pages in
+`docs/use-it-in/` explain each use.
 
     from packplan.hf import balance, unpad, use_plan
 

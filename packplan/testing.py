@@ -1,5 +1,5 @@
 """
-Assertions for your own model, collator and trainer: `docs/use-it-in/prove.md`.
+Assertions for your own model, collator and trainer, explained in `docs/use-it-in/prove.md`.
 
     from packplan import testing
 

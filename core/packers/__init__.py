@@ -55,8 +55,8 @@ class Algorithm:
 
     keeps_order: bool = False
     """
-    Whether packs keep the order of the data, so that there are no other packs of equal quality to
-    draw.
+    Whether packs keep the order of the data. There are then no other packs that a replanned epoch
+    could draw.
     """
 
 
@@ -90,7 +90,7 @@ def load_packer(name: str) -> Callable[..., Any]:
 
 
 def as_seed(seed: int) -> int:
-    """Return *seed* if it is a whole number from 0 to 2**64 - 1; ArgumentError otherwise."""
+    """Return *seed*. Raise an ArgumentError if it is not a whole number from 0 to 2**64 - 1."""
     return as_whole_number("seed", seed, least=0, most=2**64 - 1)
 
 
@@ -176,7 +176,7 @@ def split_to_bin_count(packs: Packs, lengths: IntArray, *, minimum: int, multipl
     Split packs until their number is at least *minimum* and a multiple of *multiple*.
 
     In each step, the fullest pack that has several samples is split into two packs of about equal
-    load. Each of its samples, longest first, goes to the emptier of the two packs.
+    load. Each sample of the split pack, longest first, goes to the emptier of the two packs.
 
     Args:
         packs: Packs, ordered by first sample.

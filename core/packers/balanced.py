@@ -17,9 +17,11 @@ the tokens that the packs leave unused anyway.
 
 The three steps make at most 0.5 % more packs than the lower bound. If best fit needs more packs,
 the packs of `auto` are levelled by step 3 alone. If step 2 fails, the packs of best fit are
-levelled by step 3 alone. In both cases, the packs that `auto` makes with a slightly smaller
-capacity are levelled instead if there are few enough. The limit is 0.5 % more packs than `auto`
-makes, or than the bound.
+levelled by step 3 alone.
+
+In both cases, `auto` also packs with 99.6 % of the capacity. These packs are levelled instead if
+there are at most 0.5 % more of them than the number to compare with. This number is that of the
+packs of `auto` in the first case, and the lower bound in the second.
 """
 
 from bisect import bisect_left
@@ -230,9 +232,9 @@ def _cut_reserve(wanted: IntArray, beside: IntArray, given_up: int) -> IntArray:
 
 def _starting_labels(tokens: IntArray, keys: NDArray[np.uint16] | None, *, num: int) -> IntArray:
     """
-    Return the initial pack of each sample, from 0 to *num* - 1: the longest sample first, each is
-    put into the emptiest pack. Random *keys* change the order, since each sample then counts as up
-    to twice as long.
+    Return the initial pack of each sample, from 0 to *num* - 1. Each sample, longest first, goes
+    into the pack with the fewest tokens so far. Random *keys* change the order, since each sample
+    then counts as up to twice as long.
     """
     order = np.argsort(-tokens if keys is None else tokens * -(1 + keys / 2**16), kind="stable")
     heap = list(range(num))  # load and pack in one number

@@ -61,8 +61,8 @@ _IDLE_ROUNDS, _IDLE_ROUNDS_OF_A_CYCLE, _IDLE_CYCLES, _SLOW = 30, 6, 12, 1000
 """
 Three limits, each of which ends a part of the search, and a divisor. The first two limit
 consecutive rounds without an exchange: of single samples, and of the same parts. The third limits
-consecutive draws without a gain. By the divisor, a draw has a gain if it reduces the excess by more
-than a thousandth.
+consecutive draws without a gain. The divisor defines a gain: a draw has one if it reduces the
+excess by more than a thousandth.
 """
 
 _FEW, _MANY = 500, 8

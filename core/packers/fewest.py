@@ -9,8 +9,8 @@ number of steps that grows with the gap. The quick algorithms and a search come 
 left, `certified` solves the linear relaxation over patterns, and fixes the bins of the most used
 patterns. A short search packs the remaining samples, and the program is solved again for these
 samples. If a gap to the bound is still left, packs in the order of the data and in a random order
-are tried too. Therefore `certified` never needs more packs than the quick algorithms or
-`concatenative`, nor than `first_fit_shuffle` with the same seed.
+are tried too. Therefore `certified` never needs more packs than the quick algorithms,
+`concatenative`, or `first_fit_shuffle` with the same seed.
 
 No limit is a time, so the result does not depend on the speed of the machine.
 """

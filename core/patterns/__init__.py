@@ -59,7 +59,7 @@ class Effort:
         self.left = limit
 
     def spend(self, steps: int) -> None:
-        """Subtract *steps* before they are taken; SpentError if fewer steps are left."""
+        """Subtract *steps* before they are taken. Raise a SpentError if fewer steps are left."""
         if steps > self.left:
             raise SpentError
         self.left -= steps

@@ -23,8 +23,8 @@ Maximum number of parts into which a dual-feasible function divides the capacity
 
 MAX_UNITS = 256
 """
-Number of rounding units above which only evenly spaced units are tried first: at least this many,
-and fewer than twice as many. The units next to the best one are tried afterwards.
+Minimum number of rounding units that are tried first, if there are as many. From twice this number
+on, only evenly spaced units are tried first, and then the units next to the best one.
 """
 
 

@@ -167,7 +167,7 @@ class _Search:
 
     def improve(self, filling: Filling, enough: int) -> Filling:
         """
-        Return a packing with at most as many bins.
+        Return a packing with at most as many bins as *filling*.
 
         First, unused room moves into few bins. Then each round repacks the bins with room, together
         with some full bins.
@@ -248,7 +248,7 @@ class _RoomyBins:
         room first.
         """
         self.full: list[PatternKey] = []
-        """Patterns without room."""
+        """Patterns of bins without room."""
         self._sizes = [*tally.sizes, 0]  # the last entry stands for no sample
         self._index = {size: index for index, size in enumerate(self._sizes)}
         self._holders: list[list[tuple[int, PatternKey]]] = [[] for _ in self._sizes]  # by room, ascending

@@ -107,7 +107,7 @@ def refuse_media_settings(described: Mapping[str, Any]) -> None:
     ignored.
     """
     if name := next((name for name in _MEDIUM_SETTINGS if described.get(name) is not None), None):
-        fail(f"has {name!r} of one image or video, which would be ignored: remove it (the section template is for all)")
+        fail(f"has {name!r} of one image or video, which would be ignored: remove it, or set the key in 'template'")
 
 
 def shows_medium(part: Any) -> bool:
@@ -124,8 +124,8 @@ def shows_medium(part: Any) -> bool:
 
 def _image_from_base64(image: str) -> bytes | None:
     """
-    Return the bytes of an image in base64, or None for any other text; ValueError if the image
-    cannot be decoded.
+    Return the bytes of an image in base64, or None for any other text. Raise a ValueError if a text
+    that is base64 as a whole cannot be decoded.
     """
     if not _BASE64_START.match(image):
         return None
@@ -138,7 +138,7 @@ def _image_from_base64(image: str) -> bytes | None:
 
 
 def _image_from_uri(image: str) -> bytes:
-    """Return the bytes of an image in a data URI; ValueError if the URI is invalid."""
+    """Return the bytes of an image in a data URI. Raise a ValueError if the URI is invalid."""
     uri = _DATA_URI.match(image)
     if uri is None or uri["coded"] is None or not uri["type"].lower().startswith("image/"):
         fail(f"has the image {image[:60]!r}: a data URI has to begin with data:image/…;base64,")
@@ -156,17 +156,17 @@ def _decode_base64(text: object, where: str) -> bytes:
 
 
 def _require_path(text: str, what: str, *, urls: bool) -> str:
-    """Return *text* if it is a path or an accepted URL of a medium; ValueError otherwise."""
+    """Return a path or an accepted URL of a medium. Raise a ValueError for any other text."""
     scheme = _SCHEME.match(text)
     if len(text) > _LONGEST_PATH:
-        remedy = f"it is {'neither a path nor base64' if what == 'image' else 'not a path'}: write it to a file"
+        remedy = f"it is {'neither a path nor base64' if what == 'image' else 'not a path'}: write the {what} to a file"
     elif scheme is None or (urls and is_url(text)):
         return text
     elif scheme["name"].lower() == "file":
         remedy = f"write the path alone, without {scheme[0]}"
     else:
         remedy = "only files are read, so that training needs no network: copy it to this machine and name the file"
-        remedy += ", or name a media_cache, a folder that it is fetched into once" if is_url(text) else ""
+        remedy += ", or set media_cache to a folder that keeps a copy" if is_url(text) else ""
     return fail(f"has the {what} {mask_credentials(text)[:60]!r}: {remedy}")
 
 
@@ -204,7 +204,7 @@ def _to_video(video: Any, *, urls: bool) -> Video:
 
 
 def _video_path(value: Any, what: str, *, urls: bool) -> str:
-    """Return the path of a video or of a frame; ValueError for any other value."""
+    """Return the path or URL of a video or a frame. Raise a ValueError for any other value."""
     if isinstance(value, Mapping):
         value = value.get("path")
     if not isinstance(value, str) or not value:

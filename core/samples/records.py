@@ -76,7 +76,7 @@ _REFUSED_IN_MESSAGES = {
         ("reasoning_content", "reasoning", "reasoning_details", "thinking", "thinking_content"),
         "write it into 'content', between the tags that the model thinks in, or remove it",
     ),
-    "tool_calls": "it is read from assistant messages only",
+    "tool_calls": "write it into a message of the assistant",
     "function_call": "write it as 'tool_calls', or as a message of the role tool_call",
     "images": f"write the images into the record's 'images', and {IMAGE_TAG} into 'content', or remove it",
     **dict.fromkeys(("weight", "train"), "write 'loss': false if a message is not to be trained, or remove it"),

@@ -409,7 +409,7 @@ def _refuse_lost_texts(record: Mapping[str, Any], asked: str, answer: str) -> No
         first = "" if asked in {"", "instruction"} else f"{asked}: instruction, "
         mapping = f"{{{first}{lost[0][:40]}: {'input' if asked else 'query'}}}"
         what = f"beside {asked!r}" if asked else f"and an answer in {answer!r} without a question"
-        lose = f"which would lose it: map {'one' if lost[1:] else 'it'}, as {mapping}{ignoring(lost)}"
+        lose = f"which would be ignored: map {'one' if lost[1:] else 'it'}, as {mapping}{ignoring(lost)}"
         fail(f"has {quoted(lost)} {what}, {lose}", argument="columns")
 
 
@@ -423,7 +423,7 @@ def _read_alpaca_query(record: Mapping[str, Any]) -> tuple[str, str]:
         if not isinstance(part, str):
             fail(f"has {name!r} that is not a text")
     if other := next((name for name in QUERY_KEYS if name not in {"instruction", "input"} and has(record, name)), None):
-        reason = f"has {next(iter(parts))!r} and {other!r}, and one would be ignored: map it, as {{{other}: null}}"
+        reason = f"has {next(iter(parts))!r} and {other!r}, and one would be ignored: remove one, as {{{other}: null}}"
         fail(reason, argument="columns")
     return "\n".join(parts.values()), "instruction"
 

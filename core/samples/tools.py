@@ -106,8 +106,8 @@ def _call_message(call: Mapping[str, Any]) -> dict[str, Any]:
 
 def to_text_content(message: dict[str, Any]) -> dict[str, Any]:
     """
-    Return a message with its tool call or tool answer as text; ValueError if the call or the answer
-    is invalid.
+    Return a message with its tool call or tool answer as text. Raise a ValueError if the call or
+    the answer is invalid.
     """
     if message.get("role") == CALL:
         return {**message, "content": call_text(message.get("content"))}
@@ -184,7 +184,10 @@ def call_text(content: object) -> str:
 
 
 def response_text(content: object) -> str:
-    """Return a tool's answer as text; ValueError if it is null or contains an image in base64."""
+    """
+    Return a tool's answer as text. Raise a ValueError if the answer is null, is not JSON, or
+    contains an image in base64.
+    """
     if content is None:
         fail("has a message of a tool without a 'content'")
     text = content if isinstance(content, str) else _json_text(content)

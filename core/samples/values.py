@@ -36,7 +36,7 @@ def parse_literal(value: Any, name: str) -> Any:
     """
     Parse a text as JSON or a Python literal, and return any other value unchanged.
 
-    If a text is neither, the `UnusableRecordError` contains *name*.
+    Any other text raises an `UnusableRecordError`, whose message contains *name*.
     """
     if not isinstance(value, str):
         return value

@@ -306,7 +306,7 @@ class EpochSchedule:
 
     def steps(self, *, rank: int = 0) -> Iterator[Step]:
         """
-        Yield the remaining steps of *rank*; ArgumentError if there is no such rank.
+        Yield the remaining steps of *rank*. Raise an ArgumentError if there is no such rank.
 
         The last step is `total_steps` or the last step of the last planned epoch, whichever is
         earlier.

@@ -208,7 +208,7 @@ class EpochStats:
         Return statistics of steps *start* to *stop* - 1, at least one step.
 
         - `fill`: Mean fill of the packs, relative to the room of the ranks that share a pack. A
-          pack with more tokens than room counts as full. Only with packing.
+          pack with more tokens than room counts as full. Without packing, there is no `fill`.
         - `samples_per_pack`: Mean number of samples in a pack; only with packing.
         - `long_share`: Share of long samples among the samples of these steps.
         - `work`: Mean total work of a step over all ranks.

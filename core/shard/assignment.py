@@ -1,8 +1,8 @@
 """
 Assignment of items to the workers' microbatches by work, within a token limit or as whole packs.
 
-A label is the index of an item's microbatch. Worker r has the microbatches from `r * per_shard` to
-`(r + 1) * per_shard - 1`.
+A label is the index of an item's microbatch. Every worker has `per_shard` microbatches. Those of
+worker r are numbered from `r * per_shard` to `(r + 1) * per_shard - 1`.
 """
 
 from bisect import bisect_left, insort

@@ -55,7 +55,7 @@ def sequence_dims(
     for name, dim in declared.items():
         shape = shapes.get(name, ())
         if (dim is not None or name == input_key) and dim not in _matching_dims(shape, width):
-            message = f"dimension {dim} of {name} is not as long as the width of {input_key}, {width:,} (sequence_dims)"
+            message = f"dimension {dim} of {name} is not as long as {input_key} is wide ({width:,}): set sequence_dims"
             raise ArgumentError("batch", message)
     found = dict[str, int | None]()
     for name, shape in shapes.items():
@@ -155,9 +155,10 @@ class SequenceWorks:
 
 def global_batches(num: int, batch_size: int) -> list[range]:
     """
-    Return the sequence indices of each global batch; ArgumentError if there is no sequence.
+    Return the sequence indices of each global batch; the last batch may have fewer sequences.
 
-    The last batch may have fewer sequences.
+    Raises:
+        ArgumentError: There is no sequence, or *batch_size* is not a whole number from 1.
     """
     if not num:
         raise ArgumentError("batch", "the batch has no sequence, so there is nothing to divide")

@@ -40,8 +40,8 @@ class ShardBatch:
 
     offsets: IntArray
     """
-    Start of each microbatch in `indices`, then the end of the last one; shape (num_microbatches +
-    1,).
+    Start of each microbatch in `indices`, then the end of the last microbatch; shape
+    (num_microbatches + 1,).
     """
 
     widths: IntArray

@@ -82,8 +82,8 @@ class ConfigKeys:
 
     def size(self, *names: str) -> int:
         """
-        Return the value of the first key in *names* that exists, as an integer; ModelError if no
-        key exists.
+        Return the value of the first key in *names* that exists, as an integer. Raise a ModelError
+        if no key exists.
         """
         found = self.find_size(*names)
         if found is None:

@@ -145,7 +145,7 @@ def read_text_work(sizes: Sizes, *, model_type: str | None) -> dict[str, Any]:
 
 
 def _layer_kinds(keys: ConfigKeys, layers: int) -> list[LayerKind]:
-    """Return the kind of each layer; ModelError for an unknown kind."""
+    """Return the kind of each layer. Raise a ModelError if the work of a kind is not known."""
     named = keys.find("layer_types", "layers_block_type")
     window = keys.find("sliding_window")
     has_window = bool(window) and keys.find("use_sliding_window") is not False

@@ -61,7 +61,7 @@ class VisionWork:
 
 def read_vision_work(config: Sizes) -> VisionWork:
     """
-    Compute the work of a vision tower; ModelError if its keys match no known kind of tower.
+    Compute the work of a vision tower. Raise a ModelError if its keys match no known kind of tower.
 
     In all known towers, no patch attends beyond its frame, and patches are then merged. The kind of
     a tower is recognised by its keys:

@@ -179,7 +179,7 @@ def test_a_state_of_each_format_is_read(number, state):
 
 def test_a_state_of_a_newer_release_is_refused_as_such():
     later = {**to_plain(PLANNED), "format": STATE_FORMAT + 1, "mood": "good"}
-    with pytest.raises(ValueError, match=rf"newer Packplan wrote it .format {STATE_FORMAT + 1}; .*: install it"):
+    with pytest.raises(ValueError, match=rf"newer Packplan wrote it .format {STATE_FORMAT + 1}; .*: update Packplan"):
         unseal({**later, SEAL: json_digest(later)})
 
 

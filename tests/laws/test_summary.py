@@ -228,7 +228,7 @@ def test_sources_divide_a_plan_between_them(of, data):
 def test_files_of_another_number_of_records_are_no_sources():
     """A breakdown of other data would be wrong in silence."""
     plan = build_raw_plan([3, 4], packing_length=8)
-    with pytest.raises(ValueError, match="the files have 3 records, the table 2"):
+    with pytest.raises(ValueError, match="files have 3 records, but a table has 2"):
         table, images = np.ones((2, len(COLUMNS)), np.int32), np.zeros((4, len(MEDIA_COLUMNS)), np.int64)
         summarise_sources(plan, table, [DataFile("a", "a", "text", 3)], media=images)
 

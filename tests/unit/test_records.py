@@ -70,8 +70,8 @@ def test_polygons_and_text_alone():
         (chat({**QUESTION, "tool_calls": [{}]}, ANSWER), "'tool_calls', which would be ignored"),
         (chat(ANSWER, videos=["a.mp4"]), "1 video, but no <video> tag, and no user message to put one"),
         (asked("<video>", videos=["a", "b"]), "1 <video> tag but 2 videos"),
-        (chat(videos=["https://example.org/a.mp4"]), "the video .* name the file, or name a media_cache"),
-        (chat(videos=["A" * 9999]), "the video .* it is not a path: write it to a file"),
+        (chat(videos=["https://example.org/a.mp4"]), "the video .* name the file, or set media_cache"),
+        (chat(videos=["A" * 9999]), "the video .* it is not a path: write the video to a file"),
         (chat(videos=[[]]), "a video that is not a path"),
         (chat(videos=[["a.png", 3]]), "a frame that is not a path"),
         (chat(videos="data:video/mp4;base64,AAAA"), "write it to a file"),
@@ -253,7 +253,7 @@ def test_a_url_is_an_image_where_it_may_be_fetched():
     for url in ("http://a/b.png", "HTTPS://a/b.png", "s3://a/b.png"):
         assert [url] == to_messages(chat(image=url), urls=True)["images"]
         assert [url, (url,)] == to_messages(chat(videos=[url, [url]]), urls=True)["videos"]
-        with pytest.raises(ValueError, match="or name a media_cache, a folder that it is fetched into once"):
+        with pytest.raises(ValueError, match="or set media_cache to a folder that keeps a copy"):
             to_messages(chat(image=url))
     for url in ("ftp://a/b.png", "zip://a::s3://b/c.zip"):
         with pytest.raises(ValueError, match="only files are read"):
