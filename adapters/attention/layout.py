@@ -136,11 +136,12 @@ def read_layout(
     causal, or as causal within the window, if it equals such a mask at these pairs:
 
     - each token, with the next token, and with the first and the last token of its block;
-    - each token, with the farthest key that such a mask allows, and with the key before that one;
+    - each token, with the farthest key that such a mask allows, and with the key before this
+      farthest key;
     - the first and the last token of each block, with keys at distances that are powers of two.
 
     So the mask is evaluated at a few pairs for each token and each block, instead of at all pairs.
-    If it differs at one of them, the layout has a mask for each block.
+    If the mask differs at one of these pairs, the layout has a mask for each block.
 
     Args:
         mask_function: Mask function of the model, whose arguments are index tensors that broadcast.
@@ -183,9 +184,9 @@ def _find_window(
     window: int | None,
 ) -> Layout | None:
     """
-    Test some pairs of each token. Return the layout with its window, or None if the layout does not
-    fit. It does not fit if the mask has other blocks, or is neither causal nor a window within
-    them.
+    Compare the mask with a causal mask, or a window, at some pairs of query and key. Return the
+    layout with its window. Return None if the mask has other blocks, or is neither causal nor a
+    window within the blocks.
 
     Args:
         attends: Function of query and key positions that returns whether each query attends to its

@@ -455,7 +455,7 @@ def context_parallel(model: Any, *, layout: PackedLayout, group: dist.ProcessGro
     """
     ranks: Any = group or dist.group.WORLD
     if layout.cp_size != ranks.size():
-        raise ValueError(f"the layout is for {layout.cp_size} ranks, but the group has {ranks.size()}: set its cp_size")
+        raise ValueError(f"the layout is for {layout.cp_size} ranks, but the group has {ranks.size()}: make another")
     model = getattr(model, "module", model)
     arrays = (layout.positions(ranks.rank()), layout.restore, layout.sequence)
     own, restore, sequence = (torch.as_tensor(array, device=model.device) for array in arrays)

@@ -67,9 +67,9 @@ def build_mask(
     Return the layout of a packed row, or the mask of transformers' sdpa for other inputs.
 
     The arguments are those that transformers passes to functions of `AttentionMaskInterface`. A
-    packed row is a batch of one row without padding or cached keys. Its mask is not a single causal
-    triangle. If ranks share a row, the result is the layout of the whole row. If a model prepares
-    its mask twice, the second call returns the layout unchanged.
+    packed row is a batch of one row without padding or cached keys, whose mask is not a single
+    causal triangle. If ranks share a row, the result is the layout of the whole row. If a model
+    prepares its mask twice, the second call returns the layout unchanged.
     """
     if isinstance(attention_mask, Layout):
         return attention_mask

@@ -5,8 +5,8 @@ The trainer decides which answers an optimizer step trains, and computes the los
 the rows of the step's batches into new microbatches, with `core.shard`, by these rules:
 
 - All ranks run equally many microbatches in a step.
-- The trainer divides the loss of a batch by its number of rows or supervised tokens, or by a
-  constant of the step. The loss of a microbatch is weighted by the microbatch's share of this
+- The trainer divides the loss of a batch by the batch's number of rows or supervised tokens, or by
+  a constant of the step. The loss of a microbatch is weighted by the microbatch's share of this
   divisor. If all batches of a step have the same divisor, a microbatch may have rows of several
   batches and ranks. Without *move_rows*, its rows are from one rank. If the divisors differ, a
   microbatch has rows of one batch and one rank.
@@ -66,9 +66,7 @@ class BalanceCounts:
     """Rows that this rank received from other ranks and trained."""
 
     metrics: PackingMetrics | None = None
-    """
-    Packing metrics of this rank's microbatches, without empty ones; None before the first step.
-    """
+    """Packing metrics of this rank's microbatches that have rows; None before the first step."""
 
     def add_microbatches(self, loads: Sequence[int], max_tokens: int) -> None:
         """Add the microbatches of one step to the metrics; *loads* has the tokens of each."""
@@ -182,10 +180,12 @@ class _BalanceState:
     """Model and `num_items_in_batch` of the running `training_step`; None outside of it."""
 
     has_warned: bool = False
-    """Whether padding has exceeded the limit of a microbatch, which is told once."""
+    """Whether a microbatch has exceeded the token limit with its padding before."""
 
     weight: float | None = None
-    """Weight of the current microbatch in the loss of the step; None between microbatches."""
+    """
+    Weight of the current microbatch in the loss of the step; None while batches are only collected.
+    """
 
     loss: Any = 0.0
     """Sum of the losses of this step's microbatches, except the last one."""
@@ -218,7 +218,8 @@ class _BalanceState:
 
     def gather_lengths(self, batches: Sequence[BatchRows], *facts: Any) -> list[tuple[list[list[int]], Any]]:
         """
-        Return, for each rank, the row lengths of each of its batches, and its *facts*.
+        Return, for each rank, the row lengths of each of its batches, and its *facts*. If padding
+        counts, a length includes the widest prompt of all ranks.
 
         Args:
             batches: Batches of this rank.
@@ -245,8 +246,8 @@ class _NoBackward(LocalAccelerator):
 @contextmanager
 def _accumulating(accelerator: Any, model: Any) -> Iterator[None]:
     """
-    Accumulate gradients inside this context, and keep DeepSpeed, whose engine has no `no_sync`,
-    from updating the weights.
+    Accumulate gradients inside this context, without updates of the weights. Except under
+    DeepSpeed, ranks do not exchange gradients.
     """
     state = accelerator.gradient_state
     state._set_sync_gradients(False)  # noqa: FBT003, SLF001  # as transformers' loop does
@@ -286,8 +287,9 @@ class _BalancedTraining:
 
     def _prepare_inputs(self, inputs: Any) -> Any:
         """
-        Collect a batch. At the last batch of a step, train all microbatches but the last one, and
-        return the inputs of the last one.
+        Collect a batch, and return no inputs. At the last batch of a step, train all microbatches
+        but the last one, and return the inputs of the last one. Outside of `training_step`, prepare
+        inputs as the trainer does.
         """
         step = self._balance
         if step.weight is not None:
@@ -379,7 +381,8 @@ class _BalancedTraining:
 
     def _warn_of_limit(self, masks: list[tuple[torch.Tensor, torch.Tensor]], loads: list[int]) -> None:
         """
-        Warn once if padding exceeds the limit of a microbatch, or most rows of the first step do.
+        Warn in the first step if most rows exceed the token limit of a microbatch. Warn once if a
+        microbatch exceeds the limit with its padding, and nothing leaves padding out.
 
         Args:
             masks: Masks of the prompts and of the answers of each microbatch.
@@ -424,7 +427,10 @@ class _BalancedTraining:
         ]
 
     def _log_step(self) -> None:
-        """Log means over the step's microbatches of all ranks, once for each batch of the step."""
+        """
+        Log each value's mean, minimum or maximum over all ranks' microbatches, once for each batch
+        of the step.
+        """
         step, logged = self._balance, self._collected_values()
         batches: list[Logged] = [
             {name: (value, getattr(counts, self._log_weight_field(name))) for name, value in values.items()}
@@ -447,7 +453,8 @@ class _BalancedTraining:
         self, model: Any, input_ids: Any, attention_mask: Any, logits_to_keep: int, batch_size: Any = None, **given: Any
     ) -> Any:  # fmt: skip
         """
-        Return log-probabilities and entropies of answers, from microbatches under a token limit.
+        Return log-probabilities and entropies of answers, computed in microbatches under a token
+        limit.
 
         Only calls with *batch_size*, which compute no gradients, are divided; other calls pass
         through unchanged.

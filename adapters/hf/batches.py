@@ -15,7 +15,7 @@ Row = dict[str, Any]
 """One row of a batch by key: tensors of shape (1, …), lists of one element, or shared scalars."""
 
 _BY_TOKEN = ("completion_ids", "completion_mask", "tool_mask", "importance_sampling_ratio", "advantages")
-"""Keys with a value for each token of an answer."""
+"""Keys that may have a value for each token of an answer."""
 
 
 @attrs.frozen

@@ -3,9 +3,10 @@ Comparison of a pack in the first training step with its samples computed alone.
 
 The pack and each of its samples pass through the collator, the trainer's preparation, the model and
 the loss. The comparison covers losses, and gradients with respect to the embedding of each token
-id. Single samples are computed without hooks, by transformers' own attention, as whole rows on each
-rank. Dropout and noise are off during the comparison. Afterwards random state, gradients, buffers,
-counts and metrics are restored, so training is bit for bit the same as without the comparison.
+id. Single samples are computed without the hooks of `unpad`, by transformers' own attention, as
+whole rows on each rank. Dropout and noise are off during the comparison. Afterwards random state,
+gradients, buffers, counts and metrics are restored, so training is bit for bit the same as without
+the comparison.
 """
 
 import logging
@@ -57,7 +58,8 @@ def require_pack_as_alone(trainer: Any, batches: list[Mapping[str, Any]], num_it
     Check that the batch with the most samples has the loss and gradients of its samples alone.
 
     Every rank has to call this function. If ranks share the weights, or the loss compares samples
-    with each other, the function only logs that it compares nothing.
+    with each other, the function only logs that it compares nothing. Other errors inside the
+    comparison are logged too.
 
     Args:
         trainer: Trainer of packs, a `ServesPacks`.
@@ -98,7 +100,8 @@ def _samples_of(trainer: Any, batch: Mapping[str, Any]) -> Iterator[list[PackOfR
 
 def _find_difference(trainer: Any, batch: Mapping[str, Any], num_items: Any, *, scale: int) -> str | None:
     """
-    Return a clause that says how a batch differs from its samples alone; None if it does not.
+    Return a clause that says how a batch differs from its samples alone; None if it agrees up to
+    rounding.
 
     Args:
         trainer: See `require_pack_as_alone`.

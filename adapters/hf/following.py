@@ -167,7 +167,8 @@ class FollowsSchedule:
         Args:
             pack_batches: Batch sampler of this rank's packs.
             around_epoch: Function that takes an epoch's number and returns the context in which the
-                epoch is trained. In `packplan sft`, the context opens the packs of the epoch.
+                epoch is trained. In `packplan sft`, the function also selects the packs of the
+                epoch.
         """
         self.pack_batches, self._around_epoch = pack_batches, around_epoch
         self._progress = PackplanProgress(pack_batches, library_class(self))
@@ -354,7 +355,7 @@ class ComputesPacks:
             super()._track_num_input_tokens(inputs)  # type: ignore[misc]  # of the trainer's class
 
     def _compute_acc(self, *args: Any, **options: Any) -> None:
-        """Compute token accuracy as ms-swift does, unless ranks share only some rows."""
+        """Compute token accuracy as ms-swift does; compute none if ranks share only some rows."""
         if self.row_groups is None or self.row_groups.packing_length is None:
             super()._compute_acc(*args, **options)  # type: ignore[misc]  # of ms-swift's trainer
 
@@ -465,7 +466,10 @@ class ServesPacks(KeepsCheckpoints, StopsAtNonFinite, ComputesPacks, LogsPacks, 
         return result
 
     def _verify(self, folder: Path) -> None:
-        """Refuse a checkpoint of another trainer, with damaged files, or with another optimizer."""
+        """
+        Refuse a checkpoint of another trainer, with damaged files, or with an optimizer that this
+        run cannot load.
+        """
         if (saved := read_saved_trainer(folder)) not in {None, own := library_class(self)}:
             text = f"{folder} was saved by {saved}, but this is {own}: to start from its weights, load the model from"
             raise ArgumentError("host", f"{text} that folder, and leave out resume_from_checkpoint")
@@ -545,7 +549,8 @@ class ServesPacks(KeepsCheckpoints, StopsAtNonFinite, ComputesPacks, LogsPacks, 
     def _get_num_items_in_batch(self, batches: list[dict[str, Any]], *args: Any, **options: Any) -> Any:
         """
         Return the divisor of a step's loss: the number of the step's supervised tokens, at least 1.
-        Return None in evaluation, where the loss of each batch is a mean over its own tokens.
+        Return None in the evaluation of packs, where the loss of each batch is a mean over its own
+        tokens.
         """
         if self._evaluated is not None:
             return None
@@ -601,6 +606,8 @@ def share_packs(
 ) -> tuple[RowGroups | None, IntArray | None]:
     """
     Return the groups of ranks that share a schedule's rows, and the degree of each evaluation pack.
+    The groups are None if no ranks share rows. The degrees are None without an evaluation plan, or
+    if all packs have the same degree.
 
     Args:
         trainer: Trainer of transformers.

@@ -7,8 +7,12 @@ put back at their places in the batch. So a trainer can collate batches, compute
 outputs as usual.
 
 The hooks are PyTorch's module hooks, and no code of transformers is changed. A call passes through
-unchanged if it has no padding, no two-dimensional mask, a cache from the caller (generation), or
-rows that are packed already.
+unchanged in these cases:
+
+- its mask is missing, not two-dimensional, or masks nothing;
+- the caller passes a cache or requests one without gradients, as generation does;
+- its rows are packed already;
+- its padding is on a side on which the model's results depend on the padding.
 """
 
 from __future__ import annotations
@@ -42,9 +46,9 @@ log = logging.getLogger(__name__)
 
 Positions = Literal["columns", "counted", "ids"]
 """
-Rule by which positions are counted if the caller passes no position ids. A position is the token's
-column, its number of earlier real tokens, or its number of earlier ids that are not padding
-(RoBERTa).
+Rule by which positions are counted if the caller passes no position ids. With `columns`, a position
+is the token's column, and with `counted`, the number of real tokens before the token. With `ids`
+(RoBERTa), it is the padding id plus the number of ids so far that are not padding.
 """
 
 POSITIONS: tuple[Positions, ...] = get_args(Positions)
@@ -100,7 +104,10 @@ class TextStack:
     """Whether the model's own attention starts a sample wherever positions do not increase by 1."""
 
     unpacked_sides: frozenset[Padding] = frozenset()
-    """Sides on which padding is not left out, since the model's results depend on it."""
+    """
+    Sides of tokens on which padding is not left out, since the model's results depend on this
+    padding.
+    """
 
     _signature: inspect.Signature = attrs.field(init=False)
 
@@ -147,7 +154,8 @@ class TextStack:
 
     def _positions_restart(self, positions: torch.Tensor | None, tokens: RealTokens) -> bool:
         """
-        Return whether text positions decrease within a batch row, since the row is packed already.
+        Return whether text positions decrease within a batch row, as in a row that is packed
+        already.
         """
         if positions is None or (positions.dim() == 3 and positions.shape[0] != 4):
             return False
@@ -220,7 +228,9 @@ class TextStack:
 
 
 def _is_generation(given: dict[str, Any]) -> bool:
-    """Return whether a call generates text: it has a cache, or requests one without gradients."""
+    """
+    Return whether a call generates text: it has a cache, or requests a cache without gradients.
+    """
     return any(map(_is_cache, given.values())) or bool(given.get("use_cache") and not torch.is_grad_enabled())
 
 
@@ -443,8 +453,8 @@ class Unpadding:
 
     def _pack_labels(self, module: Any, given: dict[str, Any], tokens: RealTokens) -> Any:
         """
-        Return arguments without labels that no token predicts. Labels are packed if the head reads
-        only real tokens.
+        Return arguments without labels that no token predicts; None if the call has no labels of
+        the batch's shape. Labels are packed if the head reads only real tokens.
         """
         labels, mask, now = given.get("labels"), given["attention_mask"] != 0, self._thread
         if _pools_padding(self.model, given, mask):

@@ -133,7 +133,7 @@ class TrainsPairs(ServesPacks):
         return {name: (value, weights[sides[name]][name in _BY_TOKEN]) for name, value in values.items()}
 
     def evaluation_loop(self, *args: Any, **options: Any) -> Any:
-        """Evaluate packs; logged values are means over all samples, each counted once."""
+        """Evaluate packs, and log values in which each sample counts once."""
         self._step = step = _Step()
         output = super().evaluation_loop(*args, **options)
         self._log_step(step)
@@ -154,7 +154,7 @@ class TrainsPairs(ServesPacks):
         return self._evaluated is not None and self._evaluated.next_is_repeated
 
     def _log_step(self, step: _Step) -> None:
-        """Log the weighted mean of each value over the batches of all ranks."""
+        """Log each value's weighted mean, minimum or maximum over the batches of all ranks."""
         if self._metrics is None:
             return
         found = weighted_means(gather_object(step.logged), _EXTREMES)

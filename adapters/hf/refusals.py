@@ -48,8 +48,8 @@ def library_class(trainer: Any) -> str | None:
 
 def _name_in_trl(trainer: Any) -> str | None:
     """
-    Return the name of the TRL class that a trainer derives from; None for trainers of ms-swift and
-    for trainers that derive from none.
+    Return the name of the TRL class that a trainer derives from; None for trainers of ms-swift, and
+    for trainers that derive from no class of TRL.
     """
     kinds = [kind for kind in type(trainer).__mro__ if kind.__module__.startswith(("trl.", "swift."))]
     return kinds[0].__name__ if kinds and kinds[0].__module__.startswith("trl.") else None
@@ -72,7 +72,7 @@ def require_trainer(trainer: Any) -> None:
 
 def refuse_misuse(trainer: Any, plan: Any, eval_plan: Any) -> None:
     """
-    Refuse arguments of `use_plan` unless they are a supported trainer and plans of its data sets.
+    Refuse arguments of `use_plan` that are no supported trainer, or no plans for its data sets.
 
     Args:
         trainer: First argument of `use_plan`.
@@ -86,7 +86,7 @@ def refuse_misuse(trainer: Any, plan: Any, eval_plan: Any) -> None:
     require_trainer(trainer)
     fact = None
     if isinstance(trainer.eval_dataset, dict) and eval_plan is not None:
-        fact = "eval_dataset is a dict of data sets, but eval_plan is for one data set: leave it out"
+        fact = "eval_dataset is a dict of data sets, but eval_plan is for one data set: leave eval_plan out"
     elif trainer.train_dataset is None or (trainer.eval_dataset is None and eval_plan is not None):
         missing = "train_dataset" if trainer.train_dataset is None else "eval_dataset"
         fact = f"the trainer has no {missing}, whose rows would be packed: build the trainer with {missing}=…"
@@ -106,9 +106,9 @@ def changed_meanings(args: Any, plan: Plan, schedule: EpochSchedule) -> Iterator
     """
     Yield a sentence for each setting of a trainer that has another effect, or none, under a plan.
 
-    Long samples, and rows that TRL may have truncated, get a sentence too. `save_steps`,
-    `eval_steps` and `warmup_steps` get a sentence only if they are not the defaults and exceed the
-    schedule's number of steps.
+    Long samples, rows that TRL may have truncated, and `eval_steps` without evaluation get a
+    sentence too. A value of `save_steps`, `eval_steps` or `warmup_steps` gets a sentence if it is
+    not the default and exceeds the schedule's number of steps.
 
     Args:
         args: Training arguments, before `use_plan` changes them.
@@ -135,7 +135,7 @@ def changed_meanings(args: Any, plan: Plan, schedule: EpochSchedule) -> Iterator
 
 def find_plan_conflicts(trainer: Any, *, row_ranks: int | Literal["auto"], evaluates: bool) -> ArgumentError | None:
     """
-    Return an error that names all settings of a trainer that contradict a plan; None without any.
+    Return an error that names all settings of a trainer that contradict a plan; None if none does.
 
     Args:
         trainer: Trainer of transformers.

@@ -1,8 +1,8 @@
 """
-Safe checkpoints of trainers on packs: digests of files, a check of weights, saving on SIGTERM.
+Protection of checkpoints from damaged files, ruined weights and SIGTERM.
 
-`KeepsCheckpoints` adds digests to the checkpoints of every trainer. `find_damage` verifies a
-checkpoint before a resumed run loads it.
+`KeepsCheckpoints` makes a trainer check its weights before each save, save digests of all files,
+and save on SIGTERM. `find_damage` verifies a checkpoint before a resumed run loads it.
 """
 
 import json

@@ -206,7 +206,10 @@ def _open_rows(trainer: Any, rows: Any) -> RowSource:
 
 
 def _describe_plans(trainer: Any, **plans: Plan | int | None) -> dict[str, Any]:
-    """Return the plans that `use_plan` was given, and the numbers of rows of the trainer's data."""
+    """
+    Return values that have to agree between ranks: facts of the plans, and numbers of rows of the
+    data.
+    """
     values: dict[str, Any] = {}
     for name in ("train_dataset", "eval_dataset"):
         if hasattr(rows := getattr(trainer, name), "__len__"):

@@ -126,7 +126,7 @@ def separate_samples(
     model: Any, *, named: str | None = None, ready: bool = True, groups: RowGroups | None = None
 ) -> AttentionChoice:
     """
-    Make a model attend only within each sample of a packed row; return the attention it uses.
+    Make a model attend only within each sample of a packed row; return the attention that it uses.
 
     A model loaded with `attn_implementation="packplan"` takes the fastest attention that passes the
     probe. A model with another attention keeps it. The probe runs for some seconds, on a small copy
@@ -162,7 +162,7 @@ def set_isolating_attention(
     model: Any, *, named: str, groups: RowGroups | None = None, logits: bool = False
 ) -> AttentionChoice:
     """
-    Set an attention that keeps samples apart in a small copy of the model; return the attention.
+    Set an attention that has kept samples apart in a small copy of the model; return the attention.
 
     Args:
         model: Model of transformers.

@@ -81,7 +81,7 @@ class PackBatches:
         if world_size != schedule.world_size or not 0 <= rank < world_size:
             fact = (
                 f"the schedule is made for {counted(schedule.world_size, 'rank')}, but PackBatches was given rank "
-                f"{rank} of {world_size}: make it with plan.schedule(world_size={world_size})"
+                f"{rank} of {world_size}: make another schedule with plan.schedule(world_size={world_size})"
             )
             raise ArgumentError("ranks", fact, {"planned": schedule.world_size, "world_size": world_size, "rank": rank})
         self.rank = rank
@@ -256,7 +256,7 @@ def read_saved_progress(folder: Path) -> Mapping[str, Any]:
 
 def read_saved_trainer(folder: Path) -> str | None:
     """
-    Return the name of the trainer whose progress a checkpoint stores; None if it is not stored.
+    Return the name of the trainer whose progress a checkpoint stores; None if no name is stored.
 
     Errors are those of `read_saved_progress`.
     """

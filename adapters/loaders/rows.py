@@ -169,7 +169,8 @@ class RowSource:
 
     def digests(self, indices: Sequence[int], rows: Iterable[Row]) -> list[bytes]:
         """
-        Return a digest for each row of *indices*, from *rows* or, if it is not None, from `stored`.
+        Return a digest for each row of *indices*, computed from `stored`, or from *rows* if
+        `stored` is None.
         """
         if self.stored is not None:
             from datasets.table import embed_table_storage
@@ -370,8 +371,9 @@ def read_row(row: Row, index: int | None = None) -> Row:
         index: Index of the row, for messages.
 
     Raises:
-        ArgumentError: The row has no `input_ids`, values that are not whole numbers, padding or
-            several samples. Or it has more or fewer labels or mask values than tokens.
+        ArgumentError: The row has no `input_ids`, has padding or several samples, or has values
+            that are not whole numbers. The error is also raised if the number of labels, mask
+            values or token types differs from the number of tokens.
     """
     if isinstance(row, _ReadRow):
         return row
@@ -457,7 +459,7 @@ def token_type_columns(model: torch.nn.Module) -> tuple[str, ...]:
 
 def pad_rows(rows: Sequence[Row], *, types: Sequence[str] = (MEDIA_TYPE_IDS,)) -> dict[str, Any]:
     """
-    Return a batch of rows, padded on the right: the default collator.
+    Return a batch of rows that are padded on the right. This function is the default collator.
 
     Args:
         rows: Tokenized rows; at least one.

@@ -84,7 +84,8 @@ class TokenLoss(Protocol):
 
         `token` is the mean over all tokens. `sequence` is the mean, over sequences, of each
         sequence's mean over tokens. `constant` is the mean, over sequences, of each sequence's sum
-        over tokens divided by `divisor`.
+        over tokens divided by `divisor`. Tokens are weighted by `token_mask`. A total weight or a
+        number of sequences below 1 counts as 1.
         """
 
     @property
@@ -119,8 +120,8 @@ def refuse_whole_batch_loss(loss: object) -> None:
     named_so = not _PREFERENCES.isdisjoint([*words, *map("".join, pairwise(words))])
     if getattr(loss, "needs_whole_batch", named_so):
         fact = (
-            f"the loss {name} compares sequences, so it needs the whole batch at once, but packing and dynamic "
-            "batching compute it part by part"
+            f"the loss {name} compares sequences, so it needs the whole batch at once, but microbatches compute it "
+            "part by part: use another loss, or set needs_whole_batch = False on a loss that is a sum over sequences"
         )
         raise ArgumentError("whole_batch_loss", fact, {"loss": name})
 
@@ -154,7 +155,8 @@ class _SequenceFields:
 
     def lengths(self, data: Mapping[str, Any], layout: PackedLayout | None) -> list[int] | None:
         """
-        Return the lengths in *data*, or None if it has none; ValueError if *layout* has others.
+        Return the lengths in *data*, or None if *data* has none; ValueError if *layout* has other
+        lengths.
         """
         found = [int(length) for length in data.get(self.input_lengths_key, ())]
         if found and layout is not None and found != layout.lengths.tolist():
@@ -319,7 +321,10 @@ class _PredictedTokens:
     """Index of the sequence at each position; shape (num_positions,)."""
 
     column: torch.Tensor
-    """Position of each target in its sequence, 0 without a target; shape (num_positions,)."""
+    """
+    Position of each target in its sequence; 0 at positions without a target; shape
+    (num_positions,).
+    """
 
     exists: torch.Tensor
     """Whether each position has a target; bool, shape (num_positions,)."""

@@ -344,9 +344,9 @@ def _draw_row(model: Any) -> ProbeRow:
 
 def _try_strategy(copies: _SmallCopies, trial: StrategyTrial, blank: PackingVerdict) -> PackingVerdict:
     """
-    Return the verdict on a strategy. If a trial that keeps rows fails, it is repeated once. In the
-    repetition, layers that carry a state run sample by sample. If a vision model passes, its images
-    are compared too.
+    Return the verdict on a strategy. If a trial that keeps rows fails, layers that carry a state
+    are searched for. If there are any, the trial is repeated with these layers run sample by
+    sample. If a vision model passes, its images are compared too.
     """
     carriers: tuple[str, ...] = ()
     split: tuple[str, ...] = ()

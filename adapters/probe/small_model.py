@@ -1,4 +1,4 @@
-"""Small copies of a model, with random weights that switch off none of its parts."""
+"""Small copies of a model, with random weights that switch off no part of the model."""
 
 import contextlib
 import copy
@@ -140,7 +140,9 @@ class SmallModels:
 
 
 def model_class(config: Any) -> Any:
-    """Return the first class of a configuration if it can generate text, else an auto class."""
+    """
+    Return the first class that a configuration names, if it can generate text; else an auto class.
+    """
     named = getattr(transformers, (config.architectures or [""])[0], None)
     if named is not None and issubclass(named, transformers.PreTrainedModel) and named.can_generate():
         return named

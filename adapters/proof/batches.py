@@ -230,7 +230,7 @@ def _mark_starts(starts: Starts, filled: torch.Tensor) -> torch.Tensor:
     of_rows: Sequence[Any] = starts if starts and isinstance(starts[0], Sequence) else [starts]
     if len(of_rows) != len(filled):
         raise _refusal(
-            f"has {counted(len(filled), 'row')}, but starts has {counted(len(of_rows), 'list')}: pass one for each row"
+            f"has {counted(len(filled), 'row')}, but starts has {counted(len(of_rows), 'list')}: pass one list per row"
         )
     begins = torch.zeros_like(filled)
     for row, own in enumerate(of_rows):

@@ -27,7 +27,7 @@ from packplan.core.errors import ModelError
 _LARGEST_CHANGE = 0.02
 """
 Largest relative change of embeddings by which cancelled gradients are found: a few rounding units
-of bfloat16. A larger one would hide faults of gradients where the limit is large.
+of bfloat16. A larger change would hide faults of gradients where the limit is large.
 """
 
 _MIN_TOKENS = 8
@@ -136,7 +136,8 @@ def packed_and_alone(
         median: See `compare`.
 
     Raises:
-        ModelError: There are no logits for each token, or they have no gradient for *readers*.
+        ModelError: The model does not return logits of each token, or the logits have no gradient
+            although there are *readers*.
     """
     readers = range(len(samples)) if readers is None else [*readers]
     with torch.set_grad_enabled(bool(readers or alone.gradients)):
@@ -164,7 +165,7 @@ def run_watched(
         call: Function by which a trainer calls the model; None calls the model itself.
 
     Raises:
-        ModelError: There are no logits for each token.
+        ModelError: The model does not return logits of each token.
     """
     with watching_embeddings(model, packed) as watched:
         return watched, read_logits((call or model)(**watched.inputs), packed.shape)
@@ -273,10 +274,10 @@ def allow_for_cancelling(
     """
     Return a comparison without differences of gradients that are rounding errors of larger terms.
 
-    Terms of a gradient may cancel, such as those of two equal answers in DPO. Only their rounding
-    errors are left, which no share of the gradient's norm limits. So if gradients differ by more
-    than *limit*, they are computed again with embeddings that are changed by *limit*, but by at
-    most 2 %. Gradients may then differ by as much as this change causes.
+    Terms of a gradient may cancel, such as those of two equal answers in DPO. Then only their
+    rounding errors are left, and these may exceed any share of the gradient's norm. So if gradients
+    differ by more than *limit*, they are computed again with embeddings that are changed by
+    *limit*, but by at most 2 %. Gradients may then differ by as much as this change causes.
 
     Args:
         apart: Differences from *expected*.

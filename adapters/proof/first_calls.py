@@ -291,8 +291,8 @@ def _describe_call(module: Any, given: dict[str, Any], tokens: RealTokens | None
 
 def _raise_first(fact: str | None) -> None:
     """
-    Raise MismatchError with the fact of the first rank that has one. Every rank has to call this
-    function.
+    Raise MismatchError with the difference of the first rank that has found one. Every rank has to
+    call this function.
     """
     for rank, found in enumerate(gather_from_ranks(fact)):
         if found is not None:

@@ -54,8 +54,8 @@ class _ModuleCall:
 
 def first_leak(model: torch.nn.Module, packed: PackedBatch) -> tuple[Dependence, NamedModule | None] | None:
     """
-    Return the dependence of the first sample whose logits depend on another sample, or not on
-    itself, and the module that mixes the samples.
+    Find the first sample whose logits depend on another sample, or do not depend on the sample
+    itself. Return this dependence, and the module that mixes the samples.
 
     The module is None if it is not found. The result is None if there is no such sample.
 
@@ -136,8 +136,8 @@ def first_mixing_module(model: torch.nn.Module, packed: PackedBatch, reader: int
 
 def _innermost(calls: Iterable[C], shows: Callable[[C], bool], inside: Callable[[C], Iterable[C]]) -> C | None:
     """
-    Return the innermost call that shows a fault: the first call, then the first such call inside
-    it, and so on.
+    Return the innermost call that shows a fault; None if no call shows one. The search takes the
+    first such call, then the first such call inside it, and so on.
     """
     found = None
     while (inner := next(filter(shows, calls), None)) is not None:

@@ -234,7 +234,7 @@ def _read_sample(batch: Mapping[str, Any]) -> Sample:
     labels = batch.get("labels")
     if not isinstance(labels, torch.Tensor):
         raise ArgumentError(
-            "packed_batch", "the model is given no labels, so there is no loss to compare: pass labels to it"
+            "packed_batch", "the model is given no labels, so there is no loss to compare: pass labels to the model"
         )
     return Sample(without_labels(batch), next_tokens(labels).flatten())
 

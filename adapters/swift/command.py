@@ -60,11 +60,15 @@ _STEP_ARGUMENTS = (
     "bf16", "fp16", "gradient_checkpointing", "vit_gradient_checkpointing", "optim", "use_liger_kernel", "use_cpu",
     "fsdp", "deepspeed", "data_seed", "train_dataloader_shuffle",
 )  # fmt: skip
-"""Arguments that decide the memory of a step or the order of rows, and are keys of `training`."""
+"""
+Arguments that decide the memory of a step or the order of rows. `run_of_arguments` copies them to
+the section `training`.
+"""
 
 Degrees = int | Literal["auto"]
 """
-Maximum number of ranks that share a long pack, as in `Plan.schedule`. With 1, no pack is shared.
+Maximum number of ranks that share a long pack. The number is a power of two that divides the number
+of ranks; `auto` takes the largest such power. With 1, no pack is shared.
 """
 
 _DRAWING = ("gkd", "grpo", "ppo")
@@ -74,7 +78,9 @@ DATA_SETS: Container[str] = DATASET_MAPPING
 """Names of the data sets that are registered in ms-swift."""
 
 TESTED_VERSIONS = ("4.6.0",)
-"""Versions of ms-swift with which tests have shown that the plugin trains plans exactly."""
+"""
+Versions of ms-swift with which the plugin was tested; `refuse_untested_version` refuses all others.
+"""
 
 
 class DryRun:
@@ -93,7 +99,8 @@ class DryRun:
         Return the training rows under the key `train`, and evaluation rows, if any, under `eval`.
 
         The values are `datasets.Dataset`s in ms-swift's order. If texts are split into several
-        samples, the rows are encoded. A cached data set is returned without its length columns.
+        samples, the rows are encoded. The columns `length` and `lengths`, which cached data sets
+        have, are left out.
 
         Raises:
             ConfigError: ms-swift cannot load the data, or there is no row to train.
@@ -102,7 +109,7 @@ class DryRun:
             found = zip(("train", "eval"), self._prepare_dataset(), strict=True)  # type: ignore[attr-defined]  # of ms-swift
         rows = {split: one for split, one in found if one}  # an empty one is not trained either
         if "train" not in rows:
-            raise ConfigError(COMMAND, (Fault("--dataset", "has no row that ms-swift can read: see its log above"),))
+            raise ConfigError(COMMAND, (Fault("--dataset", "has no row that ms-swift can read: see the log above"),))
         return {name: one.remove_columns([*{"lengths", "length"} & {*one.column_names}]) for name, one in rows.items()}
 
     def _prepare_model_tokenizer(self) -> None:
@@ -178,7 +185,7 @@ def read_command(
         try:
             plain, rest = parse_args(type(kind.__name__, (kind,), unplanned | check), [*given, "--packing", "true"])
         except SystemExit:  # ms-swift's parser exits if it refuses an argument
-            raise ConfigError(COMMAND, (Fault("ms-swift", "refuses an argument, which it names above"),)) from None
+            raise ConfigError(COMMAND, (Fault("ms-swift", "refuses the argument named above: change it"),)) from None
         if rest:
             raise ConfigError(COMMAND, (Fault(rest[0], "is not an argument of ms-swift: remove it"),))
     num_processes = world_size * row_ranks(plain) if world_size else count_started()
@@ -320,7 +327,7 @@ def row_ranks(arguments: Any) -> int:
 
 
 def _plan_conflicts(arguments: Any) -> Iterator[Fault]:
-    """Yield each argument that contradicts a plan."""
+    """Yield a fault for each argument that contradicts a plan."""
     kind = unplanned_rlhf(arguments)
     if kind and arguments.packing:
         why = "which generates answers in training, so no plan can know their lengths"
@@ -338,7 +345,7 @@ def _plan_conflicts(arguments: Any) -> Iterator[Fault]:
 
 
 def _sharing_conflicts(arguments: Any) -> Iterator[Fault]:
-    """Yield each argument that prevents ranks from sharing packs by length."""
+    """Yield a fault for each argument that prevents ranks from sharing packs by length."""
     without = "write the plugin without --sequence-parallel-size auto"
     if kind := getattr(arguments, "rlhf_type", None):
         yield Fault("--rlhf_type", f"is {kind}, whose packs ranks cannot share by length: {without}")

@@ -1,4 +1,4 @@
-"""Plugin that makes ms-swift's training commands plan packs and train them; see `install`."""
+"""Plugin that makes ms-swift's training commands plan and train packs; see `install`."""
 
 import math
 import sys
@@ -52,11 +52,12 @@ def install(
     """
     Make `swift sft`, `swift pt` and `swift rlhf --rlhf_type dpo` train planned packs.
 
-    `--rlhf_type kto` trains planned packs if `--packing` is set, the model takes only text, and no
-    ranks share rows. Without `--packing`, and with other types, `swift rlhf` trains its own
-    batches, and its models skip padding. The file that is passed to `--external_plugins` calls this
-    function. Other commands, such as `swift infer`, may load the same file from a checkpoint, and
-    are not changed by it.
+    These commands need `--packing true` or `--padding_free true`. With `--packing true`,
+    `--rlhf_type kto` trains planned packs too, but only a text model, and no ranks may share rows.
+    Without `--packing`, `--rlhf_type kto` trains its own batches, and its models skip padding. So
+    do all other types, which refuse `--packing`. The file that is passed to `--external_plugins`
+    calls this function. Other commands, such as `swift infer`, may load the same file from a
+    checkpoint, and are not changed by it.
 
     Args:
         checksum: Checksum of the only plan that may be trained, from the file that `packplan plugin
@@ -112,9 +113,9 @@ def _as_method(step: Callable[..., Any]) -> Callable[..., Any]:
 
 def _load_rows(load: Callable[[Any], Any], pipeline: Any) -> Any:
     """
-    Return the rows that *load*, a step of ms-swift's pipeline, reads; ConfigError if it fails.
+    Return the rows that *load*, a step of ms-swift's pipeline, reads; ConfigError if *load* fails.
 
-    The template, which is open by then, gets the media tokens of the model.
+    First, the token ids that the model uses for images and videos are set in the template.
     """
     set_media_token_ids(pipeline.template, pipeline.processor)
     with loading_rows(pipeline.args):
@@ -137,7 +138,10 @@ def _replace_padding_free(resolve: Callable[[Any], None], arguments: Any) -> Non
 
 @attrs.frozen
 class _PlannedPipeline:
-    """Steps of ms-swift's training pipeline that plan and train packs, or only skip padding."""
+    """
+    Replacements for steps of ms-swift's training pipeline; they plan and train packs, or skip
+    padding.
+    """
 
     checksum: str | None
     """This field and the next four fields are arguments of `install`."""
@@ -175,8 +179,7 @@ class _PlannedPipeline:
 
     def _take_stored(self, pipeline: Any, data_sets: Sequence[Any]) -> list[Any] | None:
         """
-        Return data sets with their stored lengths; None unless every rank has stored lengths for
-        them.
+        Return data sets with their stored lengths; None if any rank has no stored lengths for them.
         """
         arguments, rows, reason = pipeline.args, None, ""
         others = (arguments.cached_dataset, arguments.cached_val_dataset, arguments.predict_with_generate)
@@ -198,11 +201,11 @@ class _PlannedPipeline:
     def _report_left_out(self, arguments: Any, name: str, number: int, num_rows: int) -> None:
         """Print the number of rows left out; DataSetError if their share exceeds `max_left_out`."""
         rows = f"{number:,} of {counted(num_rows, 'row')} of {name} ({number / num_rows:.1%})"
-        text = f"ms-swift leaves out {rows}: longer than --max_length ({arguments.max_length:,}), or not encodable"
-        text += "; packplan plan build, before the same command, and then packplan plan show --all, name each of them"
+        text = f"ms-swift leaves out {rows}: they exceed --max_length ({arguments.max_length:,}), or cannot be encoded"
+        text += ". To list them, run packplan plan build with this command, and then packplan plan show --all"
         if arguments.packing and name == "training" and 100 * number > round(100 * self.max_left_out, 6) * num_rows:
             percent = math.ceil(100 * number / num_rows)
-            raise DataSetError(f"{text}. packplan plugin swift --allow-left-out {percent} trains without them")
+            raise DataSetError(f"{text}. To leave them out, pass --allow-left-out {percent} to packplan plugin swift")
         report(f"warning: {text}")
 
     def pack(self, pipeline: Any, data_sets: list[Any]) -> list[Any]:
@@ -216,7 +219,7 @@ class _PlannedPipeline:
         packed = self._pack(pipeline, data_sets)
         packs: PlannedPacks | None = packed[0]
         if packs is None:
-            raise DataSetError("no row is left to train: all are longer than --max_length, or cannot be encoded")
+            raise DataSetError("no row is left to train: all are too long (raise --max_length), or cannot be encoded")
         if not pipeline.args.packing:
             return packed
         require_supervised_rows(packs.facts.num_supervised)
@@ -225,7 +228,7 @@ class _PlannedPipeline:
         found = plan_checksum(packs.plan.packs, lengths=packs.plan.lengths)
         if self.checksum not in (None, found):
             fact = f"the checksum of packs and lengths is {found[:12]} instead of {self.checksum[:12]}"
-            raise DataSetError(f"{fact}, since data or arguments have changed: write the plugin again")
+            raise DataSetError(f"{fact}, since data or arguments have changed: run packplan plugin swift again")
         return packed
 
     def train(self, pipeline: Any, trainer: Any) -> Any:

@@ -96,7 +96,8 @@ def make_schedule(plan: Plan, args: Any, *, world_size: int, degrees: int | Lite
         degrees: Maximum number of ranks that share a long pack, as in `Plan.schedule`.
 
     Raises:
-        ArgumentError: *degrees* is not a power of two that divides the number of ranks.
+        ArgumentError: *degrees* is not a power of two that divides the number of ranks, or dropping
+            the remainder would leave no batch.
     """
     tokens = None if degrees == 1 else plan.packs.loads(plan.lengths)
     aligned = align_plan(

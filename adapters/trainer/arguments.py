@@ -55,7 +55,8 @@ def shards_weights(arguments: TrainingArguments) -> bool:
 
 def make_training_arguments(config: RunConfig, *, gradient_accumulation_steps: int) -> TrainingArguments:
     """
-    Return the training arguments that ms-swift makes from a run; ConfigError if it refuses them.
+    Return the training arguments that ms-swift makes from a run; ConfigError if a setting is
+    refused.
 
     Args:
         config: Configuration of the run.
@@ -110,7 +111,7 @@ def yield_setting_faults(arguments: Any) -> Iterator[Fault]:
             use(arguments)
         except (ValueError, TypeError, ImportError, RuntimeError) as error:
             names = " or ".join(f"training.{name}" for name in (key, *others))
-            yield Fault(f"training.{key}", f"cannot be used: {error}; change {names}, or remove it")
+            yield Fault(f"training.{key}", f"cannot be used: {error}; change or remove {names}")
 
 
 def _try_optimizer(arguments: Any) -> None:

@@ -110,7 +110,7 @@ def find_checkpoint(
     _warn_of_passed(passed)
     if stale is not None:
         raise stale
-    remedy = "repair one that was passed over, or remove the key" if passed else "remove the key"
+    remedy = "repair a checkpoint that was passed over, or remove the key" if passed else "remove the key"
     effect = "the run then starts at step 0, and overwrites checkpoints of the same steps"
     raise ConfigError.for_key(CHECKPOINT_KEY, f"finds no complete checkpoint in {output_dir}: {remedy}; {effect}")
 

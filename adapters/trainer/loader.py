@@ -1,10 +1,10 @@
 """
 Steps that turn packs into batches of the trainer:
 
-1. `PackBatches` yields the indices of this rank's next packs, in the order of the schedule.
-2. `PackedDataset` encodes the samples of these packs again, and compares each sample with the plan.
-3. `Collator` lets ms-swift join the samples into one row, whose positions restart at each sample.
-   It also computes the loss weights of the tokens.
+1. `PackBatches` yields the indices of this rank's next packs, in the order of the schedule. 2.
+`PackedDataset` encodes the samples of these packs again, and compares each sample with the plan. 3.
+`Collator` lets ms-swift join the samples into one row, whose positions restart at each sample.
+`Collator` also computes the loss weights of the tokens.
 4. `PackLoader` of `adapters/loaders/packs.py` moves the batch to the device, and raises errors that
    loader workers returned.
 """
@@ -184,7 +184,7 @@ def with_zero_weights(batch: Batch) -> Batch:
 
 def prepare_worker(number: int, *, num_workers: int, rank: int) -> None:
     """
-    Make this worker process of a loader end when its rank ends, and set its random seed.
+    Make this worker process of a loader end when its rank ends, and set the process's random seed.
 
     Args:
         number: Index of the worker, from 0.

@@ -156,7 +156,7 @@ def _prepare_tuner(model: Any, given: Mapping[str, Any], arguments: RunArguments
             weight.requires_grad = weight.requires_grad and not is_audio_weight(name)
     if not any(parameter.requires_grad for parameter in prepared.parameters()):
         key = next((key for key in _FREEZES if getattr(arguments, key)), "freeze_llm")
-        raise ConfigError.for_key(f"training.{key}", "and the other freezes leave nothing to train: remove one")
+        raise ConfigError.for_key(f"training.{key}", "and the other freezes leave nothing to train: remove one of them")
     if prepared is not model:
         prepared.model_meta, prepared.model_info = model.model_meta, model.model_info
     return prepared
@@ -192,7 +192,7 @@ def _refuse_unmatched(model: Any, given: Mapping[str, Any]) -> None:
         for value in {values} if isinstance(values, str) else {*values} - {"all-embedding", "all-linear", "all-norm"}:
             found = [name for name in (modules if matches is _ends_with_module else weights) if matches(value, name)]
             if not found and not key.startswith("target"):  # peft refuses those
-                raise ConfigError.for_key(f"training.{key}", f"has {value}, which names no part of the model")
+                raise ConfigError.for_key(f"training.{key}", f"has {value}, which fits no part of the model: change it")
             if found and not key.startswith("freeze") and all(map(is_audio_weight, found)):
                 reason = f"has {value}, an audio part, but only text and images are trained: leave it out"
                 raise ConfigError.for_key(f"training.{key}", reason)

@@ -224,7 +224,8 @@ class CheckedTrainer(KeepsCheckpoints, StopsAtNonFinite, ComputesPacks, TimesSte
 
     def _get_num_items_in_batch(self, batch_samples: list[dict[str, Any]], device: torch.device) -> torch.Tensor:
         """
-        Return the sum of a step's token weights over all ranks, by which `compute_loss` divides.
+        Return the sum of a step's token weights over all ranks, by which `compute_loss` divides; 1
+        if the sum is 0. In the evaluation of packs, return the sum for the current batch instead.
         """
         if self._evaluated is not None:  # inside of `ComputesPacks.evaluation_loop`
             return torch.tensor(self._evaluated.weight or 1.0, device=device)
