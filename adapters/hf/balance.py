@@ -97,9 +97,10 @@ def balance(
     trainer.train()
     ```
 
-    The trainer's arguments still decide which answers a step trains. Apart from rounding, loss and
-    gradients stay the same as in the trainer's own step. Logged values are the same as in a step of
-    one batch. Call `balance` on every rank, after the trainer is built and before it trains.
+    The result counts the steps, microbatches, tokens and moved rows of the training. The trainer's
+    arguments still decide which answers a step trains. Apart from rounding, loss and gradients stay
+    the same as in the trainer's own step. Logged values are the same as in a step of one batch.
+    Call `balance` on every rank, after the trainer is built and before it trains.
 
     Args:
         trainer: `GRPOTrainer` or `RLOOTrainer` of TRL.

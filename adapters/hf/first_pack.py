@@ -80,7 +80,7 @@ def require_pack_as_alone(trainer: Any, batches: list[Mapping[str, Any]], num_it
         counts = np.sum(gather_object([counts]), axis=0).tolist()
     batch = batches[counts.index(max(counts))]
     alone = f"with its samples alone, before the first step: {max(counts) + 1} forward and backward passes"
-    trainer.show(f"comparing a pack of {counted(max(counts), 'sample')} {alone} (none with check=False)")
+    trainer.show(f"comparing a pack of {counted(max(counts), 'sample')} {alone} (check=False skips them)")
     try:
         fact = _find_difference(trainer, batch, num_items, scale=len(batches))
     except Exception as error:  # noqa: BLE001  # told; what fails in training too ends the run there

@@ -446,9 +446,10 @@ class ServesPacks(KeepsCheckpoints, StopsAtNonFinite, ComputesPacks, LogsPacks, 
             **options: Options of the trainer's own `train`.
 
         Raises:
-            ArgumentError: The checkpoint has no progress of a plan, one of its files has changed,
-                or this run cannot load its optimizer.
+            ArgumentError: The checkpoint has no progress of a plan, another trainer saved it, a
+                file has changed, or this run cannot load its optimizer.
             CorruptArtefactError: The trainer's state in the checkpoint is damaged.
+            StaleError: The checkpoint is from another plan, other data or another run.
             SystemExit: SIGTERM ended training before its last step, on all ranks, after a
                 checkpoint was saved. The exit status is 143.
         """
@@ -533,6 +534,7 @@ class ServesPacks(KeepsCheckpoints, StopsAtNonFinite, ComputesPacks, LogsPacks, 
     def get_eval_dataloader(self, eval_dataset: Any = None) -> Any:
         """
         Return the data loader of the evaluation packs, or the trainer's own loader for other data.
+        ArgumentError is raised if ranks share rows, but the evaluation data have no plan.
         """
         own = eval_dataset is None or eval_dataset is self.eval_dataset or isinstance(eval_dataset, str)
         if own and self._eval_packs is None and self.row_groups is not None:

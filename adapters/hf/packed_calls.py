@@ -421,7 +421,9 @@ class Unpadding:
         now = attention_names(self.model.config)
         if now != self._attention:
             found, tested = (" and ".join(dict.fromkeys(one.values())) for one in (now, self._attention))
-            log_once(f"calls are computed with padding, since the attention is {found}, but unpad tested {tested}")
+            log_once(
+                f"calls are computed with padding, since the attention is {found}: set {tested}, which unpad has tested"
+            )
         return now != self._attention
 
     def _generate_batch(self, *args: Any, **options: Any) -> Any:
@@ -460,7 +462,7 @@ class Unpadding:
         if _pools_padding(self.model, given, mask):
             now.reads_padding = True
             log_once(
-                "calls whose score is that of a masked token are computed with padding: attention_mask is 0 at the "
+                "calls that score a masked token are computed with padding: attention_mask has to be 1 at the "
                 "last token that is not pad_token_id"
             )
         if labels is None or labels.shape != tokens.shape or given.get("shift_labels") is not None:

@@ -124,13 +124,13 @@ def changed_meanings(args: Any, plan: Plan, schedule: EpochSchedule) -> Iterator
     if limit and (at_limit := int((plan.lengths == limit).sum())):
         yield f"TRL may have truncated {counted(at_limit, 'row')} to {limit:,} tokens: max_length=None keeps rows whole"
     if args.eval_strategy == "no" and args.eval_steps:
-        yield f"eval_steps is {args.eval_steps}, but eval_strategy is 'no', so nothing is evaluated"
+        yield f"eval_steps is {args.eval_steps}, but nothing is evaluated: set eval_strategy to 'steps'"
     defaults = {one.name: one.default for one in dataclasses.fields(args)}
     defaults["eval_steps"] = defaults["logging_steps"]  # used if eval_steps is unset
     when = {"save_steps": args.save_strategy, "eval_steps": args.eval_strategy, "warmup_steps": "steps"}
     for name, number in ((name, getattr(args, name) or 0) for name in when if when[name] == "steps"):
         if number > steps and number != defaults[name]:
-            yield f"{name} is {number:,}, but training ends after {counted(steps, 'step')}"
+            yield f"{name} is {number:,}, but training ends after {counted(steps, 'step')}: lower {name}"
 
 
 def find_plan_conflicts(trainer: Any, *, row_ranks: int | Literal["auto"], evaluates: bool) -> ArgumentError | None:
@@ -242,7 +242,7 @@ def _loss_conflicts(trainer: Any) -> Iterator[str]:
     args = trainer.args
     loss = getattr(args, "loss_type", None)
     if loss is not None and loss not in _LOSSES:
-        yield f"loss_type is {loss!r}, but balance knows {', '.join(_LOSSES)}"
+        yield f"loss_type is {loss!r}, but balance supports only {', '.join(_LOSSES)}"
     by_sequence = getattr(args, "importance_sampling_level", None) == "sequence"
     if loss == "luspo" and is_old_trl() and not (by_sequence and not trainer.beta):
         yield "loss_type is 'luspo', whose mean counts padding: set importance_sampling_level='sequence' and beta=0"

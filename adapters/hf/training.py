@@ -170,7 +170,8 @@ def row_lengths(trainer: Any, rows: Any = None) -> list[int]:
         rows: Rows by index; None takes `trainer.train_dataset`.
 
     Raises:
-        ArgumentError: No plan can replace the batches of *trainer*.
+        ArgumentError: No plan can replace the batches of *trainer*, or a row is padded or is not
+            one sample.
     """
     require_trainer(trainer)
     source = _open_rows(trainer, trainer.train_dataset if rows is None else rows)
@@ -373,7 +374,7 @@ class _PlannedTraining(ServesPacks):
             if packs is not None and (rows := getattr(self, name)) is not packs.source.rows:
                 now = f"{len(rows):,} others" if hasattr(rows, "__len__") else type(rows).__name__
                 changed.append(f"{name} had {counted(len(packs.source.rows), 'row')}, now {now}")
-        advice = "these changed after use_plan; set them, and then call use_plan on a new trainer"
+        advice = "settings have changed after use_plan: build a new trainer with them, and call use_plan again"
         fault = ArgumentError("host", format_lines(advice, changed)) if changed else None
         require_same_on_ranks(self.args, {}, fault)
         return super().train(*args, **options)

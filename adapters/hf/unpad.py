@@ -91,7 +91,8 @@ def unpad(model: Any, *, logits: bool = True, groups: RowGroups | None = None, c
 
     Raises:
         ModelError: The probe fails, or models of this kind cannot be packed.
-        MismatchError: A first call differs from its padded pass; the call itself raises the error.
+        MismatchError: A first call differs from its padded pass. The call raises this error; on
+            several ranks, the next step of an optimizer does.
         ArgumentError: The model is hooked already, or is not a model of transformers.
     """
     inner = unwrap(model)
@@ -349,7 +350,7 @@ def assert_unpadded_equal(trainer: Any, *, limit: float | None = None) -> Unpadd
     Assert that a batch of a trainer has the same loss and gradients with and without padding.
 
     The trainer's first batch is computed twice with the trainer's loss: with padding, and without
-    padding by the hooks of `unpad`. A model without hooks gets them for this comparison only.
+    padding by the hooks of `unpad`. If no model has hooks, they are added for this comparison only.
     Dropout is off. Weights, gradients, random state and the trainer are restored afterwards.
 
     Args:

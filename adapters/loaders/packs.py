@@ -298,4 +298,4 @@ def refuse_other_packs(batches: Sequence[Mapping[str, Any]], planned: Iterable[S
             served = "no further pack" if batch is None else f"pack {found}"
             due = "no further pack" if pack is None else f"pack {', '.join(map(str, pack))}"
             fact = f"the loader served {served}, but the schedule has {due}"
-            raise MismatchError("coverage", f"{fact}: the loader or its epoch does not belong to this schedule")
+            raise MismatchError("coverage", f"{fact}: give the loader the batches of this schedule and epoch")

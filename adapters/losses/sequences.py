@@ -231,7 +231,8 @@ class FusedLoss(_SequenceFields):
         sum_over_ranks: Callable[[torch.Tensor], torch.Tensor] = lambda sums: sums,
     ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
         """
-        Return the loss and the metrics by name; both are summed in float64.
+        Return the loss and the metrics by name; both are summed in float64. If ranks share the row,
+        both cover only this rank's tokens.
 
         Args:
             logits: Logits of a packed row, or of this rank's part of it; shape (1, num_positions /

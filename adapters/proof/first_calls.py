@@ -169,8 +169,9 @@ class FirstCalls:
                 same number of exchanges.
 
         Raises:
-            MismatchError: The passes differ. On several ranks with whole weights, `refuse_step`
-                raises this error instead.
+            MismatchError: The passes differ, or ranks with sharded weights call the model
+                differently. On several ranks with whole weights, `refuse_step` raises this error
+                instead.
         """
         if has_ranks():
             self._stored.join()
@@ -207,8 +208,9 @@ class FirstCalls:
         self, module: Any, given: dict[str, Any], tokens: RealTokens | None, *, is_new: bool, meets: bool = True
     ) -> bool:
         """
-        Return whether any rank has a new kind of call. Every rank has to call this method the same
-        number of times.
+        Return whether any rank reports a new kind of call; False once ranks have stopped reporting.
+        Every rank has to call this method the same number of times. MismatchError is raised if
+        ranks run the vision tower different numbers of times.
         """
         mode = module, module.training, torch.is_grad_enabled()
         left = self._calls_left.get(mode, _ASKED_CALLS) if meets else 0

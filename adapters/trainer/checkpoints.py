@@ -192,7 +192,7 @@ def _explain_missing_state(folder: Path) -> str:
     if (newest := newest_checkpoint(str(folder))) is not None:
         return f"but that is no checkpoint: name {newest}, the newest in it, or set last"
     if folder.is_dir():
-        return f"but it has no {STATE}: it is not a checkpoint, or was being written when the run ended"
+        return f"but it has no {STATE}: name another, since this is no checkpoint, or was not written to its end"
     found = "is a file" if folder.is_file() else "does not exist"
     return f"but that {found}: name the folder of a checkpoint, or set last"
 

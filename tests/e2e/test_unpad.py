@@ -472,7 +472,7 @@ def test_a_score_that_is_read_at_padding_is_that_of_the_padded_pass(caplog):
 
     hidden = batch["attention_mask"] * (torch.arange(POSITIONS) < 9)
     assert_scores(model, hooks, batch | {"attention_mask": hidden})
-    assert "whose score is that of a masked token" in caplog.text
+    assert "calls that score a masked token" in caplog.text
 
 
 def assert_scores(model, hooks, batch):
