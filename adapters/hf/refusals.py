@@ -48,8 +48,8 @@ def library_class(trainer: Any) -> str | None:
 
 def _name_in_trl(trainer: Any) -> str | None:
     """
-    Return the name of the TRL class that a trainer derives from; None for trainers of ms-swift, and
-    for trainers that derive from no class of TRL.
+    Return the name of the TRL class that a trainer derives from. Return None for trainers of
+    ms-swift, and for trainers that derive from no class of TRL.
     """
     kinds = [kind for kind in type(trainer).__mro__ if kind.__module__.startswith(("trl.", "swift."))]
     return kinds[0].__name__ if kinds and kinds[0].__module__.startswith("trl.") else None
