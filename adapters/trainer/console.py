@@ -62,10 +62,10 @@ class RunConsole(ProgressCallbackNew):  # type: ignore[misc]  # its library has 
         self.start_time, self.start_step = time.time(), 0
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:  # noqa: ARG002  # transformers passes them
-        """Show the bar."""
+        """Show the bar, and hide bars of transformers."""
         self.start_time, self.start_step = time.time(), state.global_step
+        disable_progress_bar()  # transformers' bar of weight files that are written
         if self._draws and state.is_world_process_zero:
-            disable_progress_bar()  # transformers' bar of weight files that are written
             self._bar = TrainingBar(state.max_steps, done=state.global_step)
 
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:  # noqa: ARG002

@@ -76,6 +76,7 @@ def train(config: RlConfig, group: RankGroup, *, quiet: bool = False) -> GRPOTra
     if quiet or not sys.stderr.isatty():
         disable_progress_bar()
     trainer, hooks, counts = open_trainer(config, quiet=quiet)
+    disable_progress_bar()  # transformers' bar of weight files that are written
     insert_base_class(trainer, KeepsCheckpoints)
     trainer.keep_checkpoints(replaces_handler=True)
     with wrap_save_errors(Path(folder)):

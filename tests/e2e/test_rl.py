@@ -4,8 +4,10 @@ import json
 import os
 import re
 import signal
+import sys
 
 import pytest
+from transformers.utils.logging import enable_progress_bar, is_progress_bar_enabled
 
 from packplan.adapters.ranks.torch_group import OneRank
 from packplan.app import rl
@@ -29,9 +31,9 @@ def _callbacks():
         yield
 
 
-def train(path):
+def train(path, *, quiet=True):
     """Train a run, and return its trainer."""
-    return grpo.train(read_rl_config(path, ()), OneRank(), quiet=True)
+    return grpo.train(read_rl_config(path, ()), OneRank(), quiet=quiet)
 
 
 def logged(folder) -> list[dict]:
@@ -66,11 +68,17 @@ def on_rank(*words):
 
 
 @pytest.mark.parametrize("policy", [PACKED, DYNAMIC])
-def test_the_metrics_of_packing_and_the_counts_of_positions_are_logged(policy, write_rl, caplog):
-    """At the end, of all steps: specification 004's four metrics, and what `unpad` left out."""
+def test_the_metrics_of_packing_and_the_counts_of_positions_are_logged(policy, write_rl, caplog, monkeypatch):
+    """
+    At the end, of all steps: specification 004's four metrics, and what `unpad` left out; on a
+    terminal too, there is no bar of weight files.
+    """
     caplog.set_level("INFO")
-    train(write_rl(policy=policy))
+    enable_progress_bar()
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
+    train(write_rl(policy=policy), quiet=False)
 
+    assert not is_progress_bar_enabled()
     told = re.search(r"rank 0: utilisation (.+), waste (.+), balance (.+), efficiency (.+)", caplog.text)
     used, waste, balance, efficiency = map(float, told.groups())
     assert 1 == pytest.approx(used + waste, abs=1e-4)

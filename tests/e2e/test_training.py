@@ -18,6 +18,7 @@ import torch
 from PIL import Image
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from transformers import TrainerCallback
+from transformers.utils.logging import enable_progress_bar, is_progress_bar_enabled
 
 from packplan.adapters.trainer.console import RunConsole
 from packplan.adapters.trainer.trainer import PlanTrainer
@@ -200,7 +201,10 @@ def test_a_step_has_one_line_of_at_most_110_characters(caplog, tmp_path):
     step = {"loss": 1234.56789, "learning_rate": 1.5e-05, "fill": 0.98765, "tokens_per_second": 9_876_543.25}
     evaluated = {"eval_loss": 1234.5, "eval_token_acc": 0.9, "eval_runtime": 123_456.5, "eval_steps_per_second": 2.5}
     logged = [step | {"grad_norm": 2.5, **{f"metric_{n}": n for n in range(40)}}, evaluated, {"epoch_fill_mean": 0.5}]
-    console = RunConsole(draws=True)
+    console = RunConsole(draws=False)
+    enable_progress_bar()
+    console.on_train_begin(None, state, None)
+    assert not is_progress_bar_enabled(), "transformers would draw a bar of weight files between the lines"
     console.start_time -= 10**7
     with caplog.at_level(logging.INFO):
         for numbers in logged:
