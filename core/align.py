@@ -10,8 +10,8 @@ from packplan.core.packs import AnyPacks, HasPacks, Packs, as_packs, concatenate
 
 _TOGETHER = 8
 """
-Number of consecutive microbatches that are moved as one group. All ranks of a step have about equal
-loads if the step's number of microbatches divides this number.
+Number of consecutive microbatches that `lay_out_slots` moves as one group. All ranks of a step have
+about equal loads if the step's number of microbatches divides this number.
 """
 
 _CLASSES = 8
@@ -147,10 +147,11 @@ def aligned_positions(degrees: IntArray, world_size: int, drop_last: bool) -> In
     """
     Return the positions, in the raw plan, of the packs that together fill all ranks.
 
-    Either packs at the end are dropped, or packs from the front are repeated.
+    If the packs do not fill all ranks, packs at the end are dropped or packs from the front are
+    repeated.
 
-    Packs of the smallest degree are repeated or dropped first. Packs of a larger degree are dropped
-    only once no pack of a smaller degree is left. The slots always fill all ranks exactly, since
+    Only packs of the smallest degree are repeated. Packs of a larger degree are dropped only once
+    no pack of a smaller degree is left. The slots always fill all ranks exactly, since
     all degrees are powers of two that divide the number of ranks.
 
     Args:

@@ -58,7 +58,7 @@ def pack_degrees(tokens: IntArray, packing_length: int, max_degree: int = MOST_R
 
 def largest_degree(num_ranks: int, asked: int | None = None) -> int:
     """
-    Return the maximum degree of a pack: *asked*, after a check, or the largest possible degree.
+    Return the maximum degree of a pack: *asked* if it is valid, or the largest possible degree.
 
     Args:
         num_ranks: Number of all ranks, >= 1.
@@ -101,8 +101,8 @@ def resolve_accumulation(
     forced_batch_size: int = 1,
 ) -> Accumulation:
     """
-    Return the gradient accumulation that keeps the effective batch size although packing sets the
-    per-device batch size to 1.
+    Return the gradient accumulation that keeps the effective batch size if training uses another
+    per-device batch size than configured.
 
     Args:
         effective_batch_size: Number of packs in an optimizer step over all ranks. None means the

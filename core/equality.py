@@ -52,10 +52,10 @@ CHECKS = MappingProxyType(
         "logits": "largest difference of a logit, divided by the largest logit",
         "sample loss": "difference between a sample's mean losses in the pack and alone, divided "
         "by the loss alone, or by a tenth of the loss's terms if that is more",
-        "step loss": "difference of the pack's loss as training computes it, divided as for 'sample loss'",
+        "step loss": "difference between a pack's training loss and that of its samples, divided as for 'sample loss'",
         "gradients": "norm of the gradients' difference, divided by the sum of the single samples' gradient norms",
-        "isolation": "largest gradient of a sample's logits with respect to another sample, divided by that with "
-        "respect to the sample itself",
+        "isolation": "largest gradient of a sample's logits with respect to another sample, divided by the largest "
+        "with respect to the sample itself",
     }
 )
 """Name of a check -> meaning of its number."""
@@ -172,7 +172,8 @@ def judge(findings: Iterable[Deviation], *, precision: Precision, limit: float) 
 
 def pack_kind(media: Sequence[int]) -> str:
     """
-    Return the kind of a pack by its media: `text`, `image`, `several images`, or `mixed`.
+    Return the kind of a pack by its media: `text`, `image`, `several images`, or `mixed`. A pack is
+    `mixed` if some of its samples have media and others have none.
 
     Args:
         media: Number of images and videos of each sample.

@@ -43,9 +43,8 @@ Name of a digest -> its name in a message. A digest is reported only if no other
 
 _MOST, _MOST_CHARACTERS, _BEFORE = 3, 80, 20
 """
-Limits for the text of a difference. The first limits the number of values and of ranks, and the
-second the characters of a value. The third is the number of characters shown before the first
-differing character.
+Maximum number of values, or of ranks, that the text of a difference lists, and maximum number of
+characters of a value. The last number is that of characters before the first difference in a value.
 """
 
 LINE_WIDTH = 110
@@ -71,7 +70,7 @@ class PackplanError(Exception):
     """Numbers and names in the fact: name -> value."""
 
     is_printed = False
-    """Whether the user has seen the error, on this rank, or on rank 0 if that raises it too."""
+    """Whether the error has been printed by this rank, or by rank 0 for all ranks."""
 
     def _full_text(self) -> str:
         """Return the complete fact without a limit on its length."""
@@ -375,8 +374,8 @@ class RankDifference:
 
 def _differing_part(value: str | None, same: int) -> str:
     """
-    Return a value as text; if it is long, only the part around the first difference, which follows
-    *same* equal characters.
+    Return a value as text. Of a long value, only the part around the first difference is returned.
+    The difference follows *same* equal characters.
     """
     if value is None or len(value) <= _MOST_CHARACTERS:
         return "absent" if value is None else value

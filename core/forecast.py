@@ -91,7 +91,7 @@ class Pause:
 
     def total_seconds(self, num_steps: int) -> float:
         """
-        Return the total seconds of all such pauses in a run.
+        Return the total seconds of all pauses in a run.
 
         Args:
             num_steps: Number of optimizer steps of the run.
@@ -660,8 +660,8 @@ def longest_fit(peak_at: Callable[[int], int], *, start: int, limit: int, most: 
 
 def _extrapolate(known: dict[int, int], room: float, *, most: int) -> int:
     """
-    Return the length, rounded down, at which a line through the two peaks nearest to *room* reaches
-    *room* bytes; at most *most*.
+    Return the length at which a line through the two peaks nearest to *room* reaches *room* bytes.
+    The length is rounded down, and is at most *most*.
     """
     (length, peak), (other, other_peak) = sorted(known.items(), key=lambda one: abs(one[1] - room))[:2]
     slope = (other_peak - peak) / (other - length)

@@ -689,7 +689,7 @@ def packs_by_algorithm(plan: RawPlan, lengths: Lengths, *, others: bool = True) 
     Args:
         plan: Plan of samples with these lengths.
         lengths: Number of tokens of each record, 0 for a record that is not a sample.
-        others: Whether to run other algorithms, which ignore a limit on images.
+        others: Whether to run all algorithms that need only lengths. They ignore a limit on images.
     """
     tokens = as_lengths(lengths, least=0)[np.sort(np.concatenate([plan.packs.indices, plan.dropped_packs.indices]))]
     short = tokens[tokens < plan.packing_length]

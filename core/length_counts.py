@@ -52,8 +52,8 @@ class LengthCounts:
 
 def _table_limit(lengths: IntArray) -> int:
     """
-    Return the largest length for which a table with one entry per length counts *lengths*. It is
-    65,536 plus a quarter of the number of *lengths*.
+    Return the largest length for which a table with one entry per length counts *lengths*. This
+    limit is 65,536 plus a quarter of the number of *lengths*.
     """
     return 65_536 + lengths.size // 4
 

@@ -63,7 +63,7 @@ def as_lengths(lengths: Lengths, *, least: int = 1) -> IntArray:
 
 
 def as_lengths_up_to(lengths: Lengths, *, capacity: int) -> IntArray:
-    """Return `as_lengths(lengths)`; raise an ArgumentError if a length exceeds *capacity*."""
+    """Check lengths as `as_lengths` does. Raise an ArgumentError if one exceeds *capacity*."""
     array = as_lengths(lengths)
     if array.size and int(array.max()) > capacity:
         index = int(np.argmax(array > capacity))
@@ -124,7 +124,7 @@ def _raise_where_total_overflows(lengths: IntArray) -> None:
     for index, length in enumerate(lengths.tolist()):
         total += length
         if total >= 2**63:
-            raise _bad_length_error(index, length, "with it the total reaches 2**63 tokens")
+            raise _bad_length_error(index, length, "with this length, the total reaches 2**63 tokens")
 
 
 def _raise_first_bad(values: Sequence[object]) -> None:

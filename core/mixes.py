@@ -234,8 +234,8 @@ def source_pools(mix: Mix, mixes: Mixes, lengths: IntArray, sizes: Sequence[int]
 
 def draw_in_order(mixes: Mixes, sizes: Sequence[int], *, seed: int, epoch: int) -> IntArray:
     """
-    Draw the records of one epoch of a mix by samples; return their indices in the order of
-    training, int64.
+    Draw the records of one epoch of a mix by samples. Return their indices in the order of
+    training; int64.
 
     Args:
         mixes: Mixes in which `mixes_faults` and `stream_faults` find no fault.
@@ -260,7 +260,7 @@ def draw_in_order(mixes: Mixes, sizes: Sequence[int], *, seed: int, epoch: int) 
 
 def select_records(mixes: Mixes, lengths: Lengths, sizes: Sequence[int], *, seed: int, epoch: int) -> IntArray:
     """
-    Draw the records of one epoch; return their indices, ascending, int64.
+    Draw the records of one epoch. Return their indices, ascending; int64.
 
     An index is repeated if the record was drawn more than once (with replacement).
 
@@ -286,8 +286,8 @@ def select_records(mixes: Mixes, lengths: Lengths, sizes: Sequence[int], *, seed
 
 def _draw_positions(pool: Pool, mix: Mix, quota: Fraction, seed: Seed) -> IntArray:
     """
-    Draw positions in a pool, so that their number of samples or tokens is nearest to the quota;
-    return them ascending.
+    Draw positions in a pool, so that their number of samples or tokens is nearest to the quota.
+    Return the positions, ascending.
     """
     bits, size = np.random.PCG64(seed), len(pool.indices)
     if not pool.source.replacement and quota >= pool.available(mix):
@@ -334,7 +334,7 @@ def select_lowest_keys(keys: NDArray[np.uint64], weights: IntArray, quota: Fract
 
 def index_of_nearest_sum(ends: IntArray, quota: Fraction, *, cap: int | None) -> int:
     """
-    Return the index of the sum nearest to a quota; of two equally near sums, the lower one.
+    Return the index of the sum nearest to a quota. Of two equally near sums, the lower one counts.
 
     For a quota above 0, a sum of 0 is never chosen.
 
@@ -519,7 +519,8 @@ def _share_faults(mix: Mix, available: Sequence[int], least: Sequence[int] | Non
     Yield a fault for each source whose share is less than one sample, or more than the source has.
 
     The values, the total and the pools of the mix must have no faults. *available* has the number
-    of samples or tokens of each source, and *least* the number for the source's shortest sample.
+    of samples or tokens of each source. *least* has the number of samples or tokens of the source's
+    shortest sample.
     """
     unit, least = mix.by.removesuffix("s"), least or [1] * len(available)
     found = zip(mix.sources, available, quotas(mix, available), least, strict=True)

@@ -270,8 +270,8 @@ class RankGroup(Protocol):
         No collective is pending while rank 0 builds.
 
         Args:
-            build: Function that only rank 0 runs, perhaps for hours. The waiting ranks log its
-                progress.
+            build: Function that only rank 0 runs, perhaps for hours. The waiting ranks log the
+                progress that the function reports.
             timeout_s: Maximum wait of the other ranks in seconds; 0 sets no limit.
 
         Raises:

@@ -106,7 +106,7 @@ def source_name_faults(custom: CustomConfig) -> Iterator[Fault]:
     for entry in custom.source_names:
         if entry not in {*custom.train_jsonl, *custom.val_jsonl}:
             data = "custom.train_jsonl" if custom.fusion_config is None else "custom.fusion_config"
-            reason = f"is not an entry of {data} or custom.val_jsonl: write it exactly as in that key"
+            reason = f"is not an entry of {data} or custom.val_jsonl: write the path exactly as there"
             yield Fault(f"custom.source_names.{mask_credentials(entry)}", reason)
 
 
@@ -114,7 +114,7 @@ def _video_faults(template: TemplateConfig) -> Iterator[Fault]:
     """Yield a fault if `fps_min_frames` is above `fps_max_frames`; defaults replace unset keys."""
     least, most = template.fps_min_frames or 4, template.fps_max_frames or 768
     if least > most:
-        yield Fault("template.fps_min_frames", f"is {least}, above template.fps_max_frames, which is {most}: lower it")
+        yield Fault("template.fps_min_frames", f"is {least}, above template.fps_max_frames ({most}): set fewer frames")
 
 
 def _training_faults(training: TrainingConfig) -> Iterator[Fault]:
@@ -159,9 +159,7 @@ def _epoch_faults(config: RunConfig) -> Iterator[Fault]:
     """Yield a fault for each key that does not fit `training.packing_epochs` or a planned mix."""
     training, key = config.training, "training.packing_epochs"
     if training.shares_by_degree and (training.packing_epochs == "replanned" or config.custom.planned_mix):
-        reason = (
-            "is auto, which needs the same packs in every epoch, but each epoch draws its own packs: set it to a number"
-        )
+        reason = "is auto, which needs the same packs in every epoch, but each epoch draws its own packs: set a number"
         yield Fault("training.sequence_parallel_size", reason)
     if training.packing_epochs == "same":
         return
@@ -218,7 +216,7 @@ def _endless_faults(training: TrainingConfig) -> Iterator[Fault]:
         reason = (
             f"is not set, but {', '.join(needing)} {verb_for(len(needing), 'depends', 'depend')} on the number of steps"
         )
-        yield Fault("training.max_steps", f"{reason}, which a stream does not know before its end: set it")
+        yield Fault("training.max_steps", f"{reason}, which a stream does not know before its end: set max_steps")
 
 
 def _quantisation_faults(model: ModelConfig, training: TrainingConfig) -> Iterator[Fault]:

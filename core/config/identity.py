@@ -35,20 +35,20 @@ PATH_KEYS = frozenset(
 
 PER_RANK: Mapping[str, str] = {
     **{key: key_facts(field).per_rank for key, field in DECLARED_KEYS.items() if key_facts(field).per_rank},
-    "training.dataloader_num_workers": "cores of a rank's machine",
-    "training.dataset_num_proc": "cores of a rank's machine",
-    "training.dataloader_persistent_workers": "memory of a rank's machine",
-    "training.dataloader_pin_memory": "memory of a rank's machine",
-    "training.dataloader_prefetch_factor": "memory of a rank's machine",
-    "training.disable_tqdm": "output of a rank; --quiet sets it",
+    "training.dataloader_num_workers": "depends on the cores of a rank's machine",
+    "training.dataset_num_proc": "depends on the cores of a rank's machine",
+    "training.dataloader_persistent_workers": "depends on the memory of a rank's machine",
+    "training.dataloader_pin_memory": "depends on the memory of a rank's machine",
+    "training.dataloader_prefetch_factor": "depends on the memory of a rank's machine",
+    "training.disable_tqdm": "decides the output of a rank; --quiet sets it",
     "training.hub_token": "a secret, which no message shows",
     "training.local_rank": "number of a rank on its machine",
     "training.model_init_kwargs": "may name a rank's device; the model itself is compared",
     "training.ref_model_init_kwargs": "may name a rank's device; the model itself is compared",
     "training.push_to_hub": "only rank 0 uploads",
-    "training.log_level": "output of a rank",
-    "training.log_level_replica": "output of a rank",
-    "training.log_on_each_node": "output of a rank",
+    "training.log_level": "decides the output of a rank",
+    "training.log_level_replica": "decides the output of a rank",
+    "training.log_on_each_node": "decides the output of a rank",
     "training.report_to": "only rank 0 reports to services, and other ranks may lack their packages",
     "training.run_name": "only rank 0 reports to services; a name may hold the time",
 }
@@ -193,7 +193,7 @@ def shared_arguments(arguments: Mapping[str, Any]) -> dict[str, str]:
     """
     Return each argument of a trainer that has to be the same on all ranks, with its value as JSON.
 
-    With `data_seed`, which then orders the packs, `seed` may differ, as for dropout of each rank.
+    If `data_seed` is set and therefore orders the packs, ranks may have different values of `seed`.
 
     >>> shared_arguments({"data_seed": 1, "seed": 7, "output_dir": "out", "local_rank": 1})
     {'data_seed': '1', 'output_dir': '"a path"'}

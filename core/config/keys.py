@@ -42,8 +42,8 @@ class Key:
     lengths: Literal["value", "value if set", "otherwise"] | None = None
     """
     How the key enters the fingerprint of lengths. `value`: with its value. `value if set`: with its
-    value, if the key is set. `otherwise`: through something derived, such as a digest of the files
-    that it names.
+    value, if the key is set. `otherwise`: through a value that is derived from the key, such as a
+    digest of the files that the key names.
     """
 
     plan: bool = False

@@ -43,7 +43,7 @@ REMEDIES: Mapping[str, str] = MappingProxyType(
         "changed_plan": "restore the data and the settings, or start a new run from the checkpoint's weights: load the "
         "model from that folder, and remove resume_from_checkpoint",
         "fewer_ranks": "start as many ranks as before, or share no pack (training.sequence_parallel_size: 1)",
-        "changed_order": "install the version that wrote the checkpoint: this one trains packs in another order",
+        "changed_order": "install the version that wrote the checkpoint: the present one trains packs in another order",
         **dict.fromkeys(("changed_image", "changed_sample"), MEASURE_AGAIN),
         "changed_row": "restore it, or plan the lengths that the rows have now",
         "changed_copy": "delete {copy}: the next run makes the copy again",

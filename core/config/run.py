@@ -212,8 +212,8 @@ class TemplateConfig:
     loss_scale: str = key("default", lengths="value")
     """
     Which tokens are trained, by ms-swift's names: `default` trains the assistant's turns,
-    `last_round` only its last turn, `all` every token. A scheme of token weights can be added, as
-    in `last_round+hermes`, or used alone.
+    `last_round` trains only its last turn, and `all` trains every token. A scheme of token weights
+    can be added, as in `last_round+hermes`, or used alone.
     """
 
     add_non_thinking_prefix: bool | None = key(None, lengths="value if set")
@@ -224,8 +224,8 @@ class TemplateConfig:
 
     preserve_thinking: bool | None = key(None, lengths="value if set")
     """
-    `true` keeps the thoughts of all answers, `false` only the thoughts after the last question. If
-    unset, the template and `loss_scale` decide.
+    `true` keeps the thoughts of all answers. `false` keeps only the thoughts after the last
+    question. If unset, the template and `loss_scale` decide.
     """
 
     disable_ignore_empty_think: bool | None = key(None, lengths="value if set")
@@ -417,9 +417,9 @@ class TrainingConfig:
 
     packing_wait_timeout_s: float = key(7200.0, neither=_MEASURES, check=at_least(0), stream="evaluation")
     """
-    Maximum total time of waits in seconds; 0 sets no limit. The other ranks wait for rank 0. Rank 0
-    waits for other jobs that write to the run's folders. The limit also holds for each block of
-    samples that is measured on Ray.
+    Maximum total time in seconds that a rank waits; 0 sets no limit. Rank 0 waits for other jobs
+    that write to the run's folders, and all other ranks wait for rank 0. The limit also holds for
+    each block of samples that is measured on Ray.
     """
 
     packing_lengths_from: PathText | None = key(
@@ -437,7 +437,7 @@ class TrainingConfig:
     """
 
     packing_length_precompute_workers: int = key(
-        8, neither=_MEASURES, per_rank="cores of a rank's machine", check=at_least(1), stream="evaluation"
+        8, neither=_MEASURES, per_rank="depends on the machine's cores", check=at_least(1), stream="evaluation"
     )
     """Number of processes that measure lengths, at most one per CPU core."""
 

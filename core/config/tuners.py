@@ -74,7 +74,7 @@ def tuner_faults(training: TrainingConfig) -> Iterator[Fault]:
         tuners = tuners_of(key)
         # A run with another tuner may keep LoRA keys that have a default, such as lora_rank.
         if value and not UNSET.get(key) and tuners and training.tuner_type not in tuners:
-            reason = f"needs training.tuner_type: {' or '.join(tuners)}, not {training.tuner_type}: remove it"
+            reason = f"needs training.tuner_type: {' or '.join(tuners)}, not {training.tuner_type}: remove the key"
             yield Fault(f"training.{key}", reason)
         elif key in _CHECKS and value is not None:
             yield from (Fault(f"training.{key}", reason) for reason in _CHECKS[key](value))

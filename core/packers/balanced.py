@@ -12,16 +12,16 @@ similar samples.
 3. Level: samples are exchanged until packs have nearly equal work (`core.packers.exchange`).
 
 In step 1, a sample with much work reserves tokens that stay empty in its pack. Without this
-reserve, the work of its pack would exceed the mean. Together, these samples reserve at most 80 % of
+reserve, the work of the pack would exceed the mean. Together, these samples reserve at most 80 % of
 the tokens that the packs leave unused anyway.
 
 The three steps make at most 0.5 % more packs than the lower bound. If best fit needs more packs,
 the packs of `auto` are levelled by step 3 alone. If step 2 fails, the packs of best fit are
 levelled by step 3 alone.
 
-In both cases, `auto` also packs with 99.6 % of the capacity. These packs are levelled instead if
-there are at most 0.5 % more of them than the number to compare with. This number is that of the
-packs of `auto` in the first case, and the lower bound in the second.
+In both cases, `auto` also packs with 99.6 % of the capacity. The resulting packs are levelled
+instead if there are at most 0.5 % more packs than a reference. The reference is the number of packs
+of `auto` in the first case, and the lower bound in the second.
 """
 
 from bisect import bisect_left
@@ -63,7 +63,7 @@ which they are tried. The first percentage with which all packs fit is used.
 _SHARE = 996
 """
 Reduced capacity for the packs of `auto`, in thousandths of the capacity. The reduced capacity is
-used if the number of packs stays within the limit.
+used if it causes at most 0.5 % more packs.
 """
 
 

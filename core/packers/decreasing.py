@@ -2,9 +2,9 @@
 Packers that place the longest samples first, and all samples of one length together.
 
 Constant volume makes exactly the same packs as `binpacking.to_constant_volume` 2.x (with
-`weight_pos`). It needs no quadratic search, because a sample that fits into any bin fits into the
-emptiest one. The literature calls constant volume "worst-fit decreasing". Worst fit, best fit and
-first fit are described in Johnson, "Near-optimal bin packing algorithms" (1973).
+`weight_pos`). This function needs no quadratic search, because a sample that fits into any bin fits
+into the emptiest one. The literature calls constant volume "worst-fit decreasing". Worst fit, best
+fit and first fit are described in Johnson, "Near-optimal bin packing algorithms" (1973).
 
 Modified first fit is described in Johnson and Garey, "A 71/60 theorem for bin packing" (1985).
 Samples are large (over half of the capacity), medium (over a third), small (over a sixth) or tiny.
@@ -65,7 +65,8 @@ def constant_volume(tally: LengthCounts, *, capacity: int) -> PackingTrace:
 
 def best_fit_decreasing(tally: LengthCounts, *, capacity: int) -> PackingTrace:
     """
-    Put each sample into the fullest bin with room for it; among equally full bins, into the first.
+    Put each sample into the fullest bin with room for it. Among equally full bins, the first is
+    chosen.
     """
     return fit_decreasing(tally, capacity=capacity, fullest=True)
 

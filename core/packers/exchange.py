@@ -59,10 +59,10 @@ of the mean. An exchange has to gain more than one 4,000th of the mean.
 
 _IDLE_ROUNDS, _IDLE_ROUNDS_OF_A_CYCLE, _IDLE_CYCLES, _SLOW = 30, 6, 12, 1000
 """
-Three limits, each of which ends a part of the search, and a divisor. The first two limit
-consecutive rounds without an exchange: of single samples, and of the same parts. The third limits
-consecutive draws without a gain. The divisor defines a gain: a draw has one if it reduces the
-excess by more than a thousandth.
+Limits that end parts of the search. The first two are the maximum numbers of consecutive rounds
+without an exchange, of single samples and of the same parts. The third is the maximum number of
+consecutive draws without a gain. The last number defines a gain: the draw reduces the excess by
+more than a thousandth.
 """
 
 _FEW, _MANY = 500, 8
@@ -173,8 +173,8 @@ class ExchangeSearch:
 
     def _excess(self, *, level: bool) -> int:
         """
-        Return a sum over all packs: if *level*, the deviations from the mean work, else the tokens
-        above the capacity.
+        Return the excess of all packs. If *level*, the excess is the sum of the deviations from the
+        mean work. If not, it is the sum of the tokens above the capacity.
         """
         excess = np.abs(self.sums - self._mean) if level else np.maximum(self.loads - self.capacity, 0)
         return int(excess.sum())
@@ -182,7 +182,7 @@ class ExchangeSearch:
     def _must_change(self, *, level: bool) -> NDArray[np.bool_]:
         """
         Return whether each pack must change; shape (num,). If *level*, packs with work that is not
-        near the mean must change, else packs that exceed the capacity.
+        near the mean must change. If not, packs that exceed the capacity must change.
         """
         if level:
             return np.abs(self.sums - self._mean) > self._mean // _TOLERANCE

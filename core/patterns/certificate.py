@@ -23,8 +23,8 @@ Maximum number of parts into which a dual-feasible function divides the capacity
 
 MAX_UNITS = 256
 """
-Minimum number of rounding units that are tried first, if there are as many. From twice this number
-on, only evenly spaced units are tried first, and then the units next to the best one.
+Minimum number of rounding units to try first, if there are as many. With at least twice as many
+units, only evenly spaced units are tried first, and then the units next to the best one.
 """
 
 

@@ -3,7 +3,7 @@ Conversion of common shapes of records into messages.
 
 ms-swift reads messages in several notations, and columns of many names as a question and its
 answer. This module reads records in the same way as ms-swift. If ms-swift would ignore a part of a
-record or choose between two columns, the module refuses the record with a remedy.
+record or choose between two columns, the module refuses the record and names a remedy.
 """
 
 from collections import defaultdict
@@ -430,8 +430,9 @@ def _read_alpaca_query(record: Mapping[str, Any]) -> tuple[str, str]:
 
 def _find_key(record: Mapping[str, Any], names: Sequence[str]) -> str:
     """
-    Return the record's key of a question or an answer: the first of *names*, else the only one,
-    else an empty text. Raise an error if the record has several of *names* but not the first.
+    Return the record's key of a question or an answer, one of *names*; empty if the record has none
+    of them. If the record has several, return the first of *names*, or raise an error if the record
+    lacks the first.
     """
     found = [name for name in names if has(record, name)]
     if len(found) > 1 and found[0] != names[0]:

@@ -79,8 +79,8 @@ def split_calls(messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
 
 def _sort_answers(calls: Sequence[Any], answers: list[Any], key: str) -> list[Any]:
     """
-    Return the answers in the order of their calls if every call has an answer, else return them
-    unchanged.
+    Return the answers in the order of their calls. Return the answers unchanged unless each call
+    has exactly one answer.
     """
     ids = [call.get("id") for call in calls]
     asked = [answer.get(key) for answer in answers]

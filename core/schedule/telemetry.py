@@ -207,14 +207,17 @@ class EpochStats:
         """
         Return statistics of steps *start* to *stop* - 1, at least one step.
 
+        `fill` and `samples_per_pack` exist only with packing. The two imbalances exist only with
+        several ranks.
+
         - `fill`: Mean fill of the packs, relative to the room of the ranks that share a pack. A
-          pack with more tokens than room counts as full. Without packing, there is no `fill`.
-        - `samples_per_pack`: Mean number of samples in a pack; only with packing.
+          pack with more tokens than room counts as full.
+        - `samples_per_pack`: Mean number of samples in a pack.
         - `long_share`: Share of long samples among the samples of these steps.
         - `work`: Mean total work of a step over all ranks.
         - `work_imbalance`: Work of the busiest rank divided by the mean work of all ranks, averaged
-          over steps; only with several ranks.
-        - `microbatch_imbalance`: Result of the method of the same name; only with several ranks.
+          over steps.
+        - `microbatch_imbalance`: Result of the method of the same name.
         - `coverage`: Share of the data set's samples that the epoch has trained before step *stop*.
         """
         pack_stats, (packs, _, degrees) = self.pack_stats, self._packs(start, stop)

@@ -118,8 +118,8 @@ def _place_evenly(sizes: list[int], num: int, capacity: int) -> list[int] | None
 
 def assign_packs(packs: Packs, works: IntArray, shards: int) -> IntArray:
     """
-    Assign the same number of whole packs to each worker: by descending work, each to the least
-    loaded worker.
+    Assign the same number of whole packs to each worker. Packs are assigned by descending work,
+    each to the least loaded worker with room for a pack.
 
     Return the microbatch of each item.
 

@@ -133,7 +133,7 @@ class _RoundFiller:
         self._most_step, self._most_size = self._limit, 0
 
     def add(self, item: int) -> int | None:
-        """Assign the next item; return its microbatch, or None if none has room."""
+        """Assign the next item; return its microbatch, or None if no microbatch has room."""
         # If as many items as empty microbatches are left, only empty ones get an item.
         must_open = len(self._sizes) - item <= self._num_empty
         key = self._add_below(item, self._num if must_open else self._limit)

@@ -194,8 +194,7 @@ def join_batches(
         padded: Number of positions of each sequence, padding included; shape (num_sequences,).
         parts: Global batches, in order.
         shards: Number of data-parallel workers.
-        capacity: Token limit: maximum number of positions in a microbatch, unless it is a single
-            longer sequence.
+        capacity: Token limit: maximum number of positions in a microbatch of several sequences.
         multiple: Multiple to which sequences or widths are padded.
         work: Work of the sequences.
     """

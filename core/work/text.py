@@ -1,8 +1,9 @@
 """
 Work of a model's text layers, computed from its config.json.
 
-The work is computed from the keys. Keys describe grouped or latent heads, experts and shared
-experts, layers with a window or a chunk, and layers that carry a state. The model type matters in
+The work is computed from the keys of the config.json. These keys describe grouped or latent heads,
+experts and shared experts, layers with a window or a chunk, and layers that carry a state. The
+model type matters in
 two cases only. The work of some types is unknown (`_UNKNOWN_TYPES`). For other types, this module
 supplies values that a config.json leaves out or has no key for (`_DEFAULTS`). If a key looks like a
 size and this module does not read it, the model's work is unknown.

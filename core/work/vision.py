@@ -66,7 +66,7 @@ def read_vision_work(config: Sizes) -> VisionWork:
     In all known towers, no patch attends beyond its frame, and patches are then merged. The kind of
     a tower is recognised by its keys:
 
-    - `fullatt_block_indexes`: all layers except these attend within windows.
+    - `fullatt_block_indexes`: all layers except those with these indexes attend within windows.
     - `deepstack_visual_indexes`, or `num_position_embeddings` with `spatial_merge_size`: positions
       are learned, and each of the indexes adds a projector.
     - `embed_dim` with `spatial_merge_size`: `embed_dim` is the tower's width, and `hidden_size` is

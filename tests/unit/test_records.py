@@ -70,7 +70,7 @@ def test_polygons_and_text_alone():
         (chat({**QUESTION, "tool_calls": [{}]}, ANSWER), "'tool_calls', which would be ignored"),
         (chat(ANSWER, videos=["a.mp4"]), "1 video, but no <video> tag, and no user message to put one"),
         (asked("<video>", videos=["a", "b"]), "1 <video> tag but 2 videos"),
-        (chat(videos=["https://example.org/a.mp4"]), "the video .* name the file, or set media_cache"),
+        (chat(videos=["https://example.org/a.mp4"]), "the video .* name the copy, or set media_cache"),
         (chat(videos=["A" * 9999]), "the video .* it is not a path: write the video to a file"),
         (chat(videos=[[]]), "a video that is not a path"),
         (chat(videos=[["a.png", 3]]), "a frame that is not a path"),
