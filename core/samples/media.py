@@ -165,9 +165,7 @@ def _require_path(text: str, what: str, *, urls: bool) -> str:
     elif scheme["name"].lower() == "file":
         remedy = f"write the path alone, without {scheme[0]}"
     else:
-        remedy = (
-            "only files are read, so that training needs no network: copy the file to this machine and name the copy"
-        )
+        remedy = "only files are read, so that training needs no network: copy the file here and name the copy"
         remedy += ", or set media_cache to a folder that keeps a copy" if is_url(text) else ""
     return fail(f"has the {what} {mask_credentials(text)[:60]!r}: {remedy}")
 

@@ -191,11 +191,11 @@ def test_a_weight_of_0_or_1_and_train_are_the_loss_of_a_message(key, off, on):
         ("data:text/plain;base64,iVBORw0KGgo=", "a data URI has to begin with data:image/…;base64,"),
         ("/9j/4AAQSkZJRgABAQ" + "A" * 91, "has an image that is not valid base64"),
         ({"bytes": "ä"}, "has 'bytes' that is not valid base64"),
-        ({"path": "https://example.org/a.png", "bytes": None}, "copy it to this machine"),
+        ({"path": "https://example.org/a.png", "bytes": None}, "copy the file here"),
         ({"name": "a.png"}, "an entry that is not an image"),
         ("x" * 5000, "neither a path nor base64"),
         ("file:///data/a.png", "write the path alone, without file://"),
-        ("s3://bucket/a.png", "copy it to this machine"),
+        ("s3://bucket/a.png", "copy the file here"),
     ],
 )
 def test_an_image_that_is_none_is_refused_with_what_to_do(image, remedy):
