@@ -109,10 +109,10 @@ TUNER_KEYS = {
     "`pissa`, `pissa_niter_16` or `olora`. If unset, new adapters leave outputs unchanged.",
     "lorap_lr_ratio": "Learning rate of an adapter's second matrix, as a multiple of its first matrix's (LoRA+).",
     "freeze_aligner": "Freeze the projector of the vision tower.",
-    "freeze_parameters": "Freeze weights whose names start with one of these texts, if `tuner_type` is `full`.",
+    "freeze_parameters": "Freeze weights with one of these name prefixes, if `tuner_type` is `full`.",
     "freeze_parameters_regex": "Freeze weights whose names match this regular expression.",
     "freeze_parameters_ratio": "Freeze this share of the weights, beginning with the first layers.",
-    "trainable_parameters": "Train weights whose names start with one of these texts, even if other keys freeze them.",
+    "trainable_parameters": "Train weights with one of these name prefixes, even if other keys freeze them.",
     "trainable_parameters_regex": "Train weights whose names match this regular expression, even if another key "
     "freezes them.",
 }

@@ -417,7 +417,7 @@ class TrainingConfig:
 
     packing_wait_timeout_s: float = key(7200.0, neither=_MEASURES, check=at_least(0), stream="evaluation")
     """
-    Maximum total time in seconds that a rank waits; 0 sets no limit. Rank 0 waits for other jobs
+    Longest total wait of a rank in seconds; 0 sets no limit. Rank 0 waits for other jobs
     that write to the run's folders, and all other ranks wait for rank 0. The limit also holds for
     each block of samples that is measured on Ray.
     """
@@ -493,8 +493,8 @@ class TrainingConfig:
 
     dataloader_drop_last: bool = key(False, neither=TRAINS, stream="refused")
     """
-    Drop the last packs of the plan if they do not fill all ranks. `false` repeats the first packs
-    of the plan instead.
+    Drop the plan's last packs if they do not fill all ranks. `false` repeats the first packs
+    instead.
     """
 
     num_train_epochs: float = key(3.0, neither=TRAINS)
