@@ -3,11 +3,11 @@ Layout of a packed row: the blocks within which tokens attend.
 
 A layout replaces a mask of shape (tokens, tokens).
 
-A layout is read from the model's own mask function, so that windows and overlays keep their
-meaning. The model passes the layout to its layers as the attention mask, so backward passes and
-recomputed layers use the layout of their own row. No layout is global state. No tensor grows with
-the square of the row's length. Masks that are neither causal nor a window (overlays) grow with the
-square of each block's length.
+A layout is read from the model's own mask function, so that windows and other rules of the mask
+keep their meaning. The model passes the layout to its layers as the attention mask, so backward
+passes and recomputed layers use the layout of their own row. No layout is global state. No tensor
+grows with the square of the row's length. Only masks that are neither causal nor a window grow with
+the square of each block's length.
 """
 
 from __future__ import annotations

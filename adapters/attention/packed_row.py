@@ -216,8 +216,8 @@ def read_row(position_ids: torch.Tensor | None, attention_mask: torch.Tensor | N
         attention_mask: Mask of the call, or None. With a mask, text positions may be missing.
 
     Returns:
-        The row, perhaps with a single sample. The result is None without position ids, for several
-            rows, for a row with padding, or for a mask and positions without text positions.
+        The row, perhaps with a single sample. The result is None if there are no position ids,
+        several rows, or padding. It is also None if a call with a mask lacks text positions.
 
     Raises:
         PackplanError: Multimodal positions lack the row of text positions, and there is no mask.
@@ -240,9 +240,9 @@ def prepend_text_positions(inputs: dict[str, Any]) -> dict[str, Any]:
     Return the inputs of ms-swift's trainer with text positions as the first row of `position_ids`.
 
     transformers separates packed samples only by the row of text positions; without it, samples
-    attend to each other. The input `text_position_ids` has this row: ms-swift's collator splits it
-    off the three rows of media positions, or `add_media_positions` adds it. Inputs with a mask, or
-    without media positions, are returned unchanged.
+    attend to each other. The input `text_position_ids` has the row of text positions. Either
+    ms-swift's collator has split this row off the rows of media positions, or `add_media_positions`
+    has added it. Inputs with a mask, or without media positions, are returned unchanged.
     """
     positions, text = inputs.get("position_ids"), inputs.get("text_position_ids")
     if positions is None or text is None or "attention_mask" in inputs or len(positions) != 3:

@@ -10,7 +10,7 @@ the mean of the ranks' gradients is the row's gradient. Every rank encodes all i
 
 `RowGroups` has the groups of ranks that share a row. Either the number of ranks is the same for
 each row, or it depends on the row's tokens and is called the row's degree. Groups without a common
-rank can compute rows of several degrees at the same time. All ranks call the model equally often.
+rank can compute rows of different degrees at the same time. All ranks call the model equally often.
 So every rank runs the same number of collectives of all ranks, such as those of FSDP. Between two
 such collectives, ranks communicate only within their group, about the same row.
 

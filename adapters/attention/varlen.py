@@ -1,9 +1,11 @@
 """
-Varlen attention: each block of a packed row attends only to itself, without a mask, on any device.
+Varlen attention: each block of a packed row attends only to itself, without a mask of the whole
+row.
 
-On GPUs that support it, one call of torch's `varlen_attn` computes the whole row. Other devices run
-torch's `scaled_dot_product_attention` block by block. Inputs that are not a packed row (padded
-batches, generation with a cache) are computed by transformers' sdpa with its own mask.
+One call of torch's `varlen_attn` computes the whole row if the GPU, the dtype and the layout allow
+it. Otherwise, and on other devices, torch's `scaled_dot_product_attention` computes the row block
+by block. Inputs that are not a packed row (padded batches, generation with a cache) are computed by
+transformers' sdpa with its own mask.
 """
 
 import inspect

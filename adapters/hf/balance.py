@@ -1,5 +1,5 @@
 """
-`balance`: microbatches under a token limit in TRL's GRPO and RLOO trainers.
+`balance` computes the steps of TRL's GRPO and RLOO trainers in microbatches under a token limit.
 
 The trainer decides which answers an optimizer step trains, and computes the loss. `balance` divides
 the rows of the step's batches into new microbatches, with `core.shard`, by these rules:

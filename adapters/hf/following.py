@@ -4,12 +4,13 @@ Mixins for trainers that train packs by the schedule of a plan; `insert_base_cla
 `FollowsSchedule` sets the numbers of steps and epochs, checks each batch, and resumes runs, in
 trainers of transformers, TRL, ms-swift and `packplan sft`. `ComputesPacks` scales NEFTune's noise
 for each sample, and averages the evaluation loss over supervised tokens. The trainer of a stream,
-which has no schedule, uses only `ComputesPacks`. `ServesPacks` adds data loaders of packs to
-trainers of other libraries.
+which has no schedule, uses only `ComputesPacks` of these mixins. `ServesPacks` adds data loaders of
+packs to trainers of other libraries.
 
 A mixin precedes the trainer's class among the base classes, so `super()` calls the trainer's own
-method. This is the override of TRL or ms-swift if there is one, else the method of transformers.
-`adapters/trainer/trainer.py` lists the methods that a step of `packplan sft` calls.
+method. The trainer's own method is an override of TRL or ms-swift if there is one, else the method
+of transformers. `adapters/trainer/trainer.py` lists the methods that a step of `packplan sft`
+calls.
 """
 
 import dataclasses

@@ -328,7 +328,7 @@ class Unpadding:
         """Whether evaluation, like training, omits logits of padding if `logits` is False."""
 
         self.native = NATIVE
-        """Name of the attention of transformers for comparisons and for continuous batches."""
+        """Name of the attention of transformers for comparisons and for `generate_batch`."""
 
         self.groups: RowGroups | None = None
         """Groups of ranks that share packed rows; None if each rank has rows of its own."""

@@ -102,8 +102,8 @@ def use_plan(
         plan: Plan of the rows of `trainer.train_dataset`, made from their `row_lengths`. With a
             number, the rows are planned into packs of at most that many tokens.
         eval_plan: Plan of the rows of `trainer.eval_dataset`, or a packing length. The evaluation
-            loss is then the mean over supervised tokens, or over pairs. None keeps the trainer's
-            own evaluation.
+            loss is then the mean over supervised tokens; with preference data, over pairs or rows.
+            None keeps the trainer's own evaluation.
         sequence_parallel_size: Number of neighbouring ranks that share each row of packed samples.
             With `auto`, 2, 4, 8 … ranks share a pack longer than the packing length. Their number
             is the smallest with which no rank has more tokens than the packing length, but at most
@@ -409,7 +409,7 @@ class _PlannedTraining(ServesPacks):
 
     @contextmanager
     def reference(self) -> Iterator[None]:
-        """Inside this context, each rank computes whole samples without hooks."""
+        """Inside this context, each rank computes whole samples without the hooks of `unpad`."""
         with ExitStack() as stack:
             for one in self.unpaddings:
                 stack.enter_context(one.paused())

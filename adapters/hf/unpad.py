@@ -6,7 +6,7 @@ apart.
 positions. The trial rows have padding on the right, on the left and between tokens. `unpad` uses
 the first combination whose hooks (see `packed_calls`) leave all results unchanged. If there is
 none, `unpad` uses the combination that changes results for the fewest sides of padding, and these
-sides stay padded.
+sides stay padded. If results change even for padding on the right, the model is refused.
 
 `assert_unpadded_equal` compares the loss and the gradients of a batch with and without padding.
 """
@@ -92,7 +92,7 @@ def unpad(model: Any, *, logits: bool = True, groups: RowGroups | None = None, c
     Raises:
         ModelError: The probe fails, or models of this kind cannot be packed.
         MismatchError: A first call differs from its padded pass. The call raises this error; on
-            several ranks, the next step of an optimizer does.
+            several ranks with whole weights, the next step of an optimizer does.
         ArgumentError: The model is hooked already, or is not a model of transformers.
     """
     inner = unwrap(model)
@@ -285,7 +285,7 @@ def _candidate_stacks(model: Any) -> Iterator[TextStack]:
 def _hook_fault(model: Any, hooks: Unpadding, mask: torch.Tensor, *, native: str) -> str | None:
     """
     Return a clause that says how hooks change the results of rows with *mask*, or which error they
-    raise. Return None if they do neither.
+    raise. Return None if the hooks do neither.
     """
     padding = getattr(trained_config(model.config).get_text_config(), "pad_token_id", None) or 0
     ids = _draw_ids(model).where(mask > 0, padding)

@@ -28,7 +28,10 @@ Key in `stateful_callbacks` of a trainer's state, under which the progress of a 
 """
 
 TRAINER = "trainer"
-"""Key beside the progress: class of the trainer in its library; absent in older checkpoints."""
+"""
+Key beside the progress, under which the name of the trainer's library class is stored. Older
+checkpoints lack this key.
+"""
 
 
 class PackBatches:

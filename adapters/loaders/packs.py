@@ -70,7 +70,8 @@ class RowsOfPacks(Dataset[PackOfRows]):
 
     facts: RowFacts | None = None
     """
-    Facts of all rows, if they have been read; a row that is served later has to match its digest.
+    Facts of all rows, if the rows have been read; a row that is served later has to match its
+    digest here.
     """
 
     def __init__(self, rows: Any, plan: Plan, *, collate: Collate | None = None) -> None:

@@ -221,7 +221,8 @@ class RowSource:
 
 def _as_text(value: Any) -> Any:
     """
-    Return text for a value that JSON cannot represent: a digest of its bytes, or its type's name.
+    Return a mapping as a dict, and any other value that JSON cannot represent as text. The text is
+    a digest of the value's bytes, or the name of its type.
     """
     if isinstance(value, Mapping):
         return dict(value)

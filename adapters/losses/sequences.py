@@ -37,7 +37,8 @@ DERIVED = frozenset({"entropy", "sequence_tokens", "sequence_log_ratio"})
 Fields that `FusedLoss` computes for a loss. `entropy` is the entropy of the token's distribution,
 in nats. `sequence_tokens` is the total weight of the sequence's tokens. `sequence_log_ratio` is the
 log-probability minus the field `old_log_probabilities`, as a weighted mean over the sequence's
-tokens. The loss has to name that field too. No gradient flows through `sequence_log_ratio`.
+tokens. A loss that reads `sequence_log_ratio` has to name `old_log_probabilities` in its fields
+too. No gradient flows through `sequence_log_ratio`.
 """
 
 _PREFERENCES = {"bpo", "cpo", "dpo", "ipo", "kto", "orpo", "preference", "preferences", "rpo", "simpo"}

@@ -228,7 +228,8 @@ class SmallProbe:
     @cached_property
     def _build_copy(self) -> Callable[..., Any]:
         """
-        Function that builds a copy; ModelError if no copy can show every mechanism of the model.
+        Function that builds a copy; ModelError if the probe's samples may not reach every mechanism
+        of any copy.
         """
         build_one = SmallModels(self.config, trust_remote_code=self.trust_remote_code).build
         return partial(build_one, new_values=_find_short_lengths(self.config, build_one))

@@ -1,4 +1,6 @@
-"""Reading of a packed batch from any collator: where samples begin, and each sample as a batch."""
+"""
+Reads a packed batch from any collator: finds where samples begin, and returns each sample alone.
+"""
 
 from __future__ import annotations
 
@@ -44,8 +46,8 @@ class Sample:
 
     targets: torch.Tensor
     """
-    Target of each token: the id of the next token, or -100 if it is not supervised; int64, shape
-    (tokens,).
+    Target of each token: the id of the next token, or -100 if that token is not supervised; int64,
+    shape (tokens,).
     """
 
     weights: torch.Tensor | None = None

@@ -3,7 +3,7 @@ Comparison of a model's results for packed samples with its results for each sam
 
 The probe, `packplan check` and `packplan.testing` call `run_alone`, which computes each sample by
 itself. Then they call `packed_and_alone`, which computes the packed rows and returns the
-differences. Callers pass the model, its samples, and the function by which a trainer calls the
+differences. Callers pass the model, the samples, and the function by which a trainer calls the
 model. `difference_limit` returns the largest allowed difference for a model of any size.
 """
 

@@ -304,7 +304,8 @@ def _raise_first(fact: str | None) -> None:
 @contextmanager
 def raising_together(model: torch.nn.Module) -> Iterator[None]:
     """
-    Raise an error of one rank on all ranks if the model's weights are sharded.
+    If the model's weights are sharded, an error on one rank makes all other ranks raise a
+    ModelError.
 
     If each rank has all weights, the context does nothing, so one rank may enter it alone.
     """

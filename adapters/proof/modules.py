@@ -3,8 +3,8 @@ Search for the module that mixes samples, or whose results for a packed sample a
 differ.
 
 The calls of a model's modules are a tree. The search starts at the call of the model. Among the
-calls inside a call, it selects the first whose output shows the fault while its inputs do not. The
-search does not enter other calls, such as calls that only sort tokens for experts.
+calls inside a call, the search selects the first call whose output shows the fault while its inputs
+do not. The search does not enter other calls, such as calls that only sort tokens for experts.
 """
 
 from __future__ import annotations

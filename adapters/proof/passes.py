@@ -25,7 +25,9 @@ from packplan.adapters.proof.steps import restoring_training_state
 from packplan.core.equality import ProbeResult, loss_difference
 
 _SEED = 13
-"""Seed of random weights. Without a loss, the gradient of a weighted sum of outputs is computed."""
+"""
+Seed of the random weights of outputs, whose weighted sum is differentiated if a call has no loss.
+"""
 
 _SKIPPED = re.compile("(cross_)?attentions|past_key_values|image|video|rope_deltas")
 """Name pattern of outputs that a packed call need not return in the padded form."""

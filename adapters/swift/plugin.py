@@ -55,9 +55,9 @@ def install(
     These commands need `--packing true` or `--padding_free true`. With `--packing true`,
     `--rlhf_type kto` trains planned packs too, but only a text model, and no ranks may share rows.
     Without `--packing`, `--rlhf_type kto` trains its own batches, and its models skip padding. So
-    do all other types, which refuse `--packing`. The file that is passed to `--external_plugins`
-    calls this function. Other commands, such as `swift infer`, may load the same file from a
-    checkpoint, and are not changed by it.
+    do all other types; with them, `--packing` is refused. The file that is passed to
+    `--external_plugins` calls this function. Other commands, such as `swift infer`, may load the
+    same file from a checkpoint, and are not changed by it.
 
     Args:
         checksum: Checksum of the only plan that may be trained, from the file that `packplan plugin
@@ -66,7 +66,7 @@ def install(
         check: Whether the first pack is compared with its samples alone, before the first step.
         degrees: Maximum number of ranks that share a pack longer than `--packing_length`. The
             number has to be a power of two that divides the number of ranks; `auto` takes the
-            largest one.
+            largest such power.
         max_left_out: Largest share of the training rows that may be left out because they are too
             long or cannot be encoded. If ms-swift leaves out more rows, the command stops.
         take_stored: Function that returns the rows of a pipeline with stored lengths, and raises

@@ -1,9 +1,9 @@
 """
 Training arguments of ms-swift, made from a run's configuration and tested before measuring.
 
-Settings that ms-swift would silently ignore are refused. Other errors come from ms-swift: a wrong
-name, a wrong number or a missing package. `installed_keys` makes the table of keys for the module
-`trainer_keys`.
+Settings that ms-swift would silently ignore are refused. Other errors, such as a wrong name, a
+wrong number or a missing package, come from ms-swift. `installed_keys` makes the table of keys for
+the module `trainer_keys`.
 """
 
 import re
