@@ -424,7 +424,7 @@ def test_the_percentage_of_rows_to_leave_out_may_be_left_out():
         left_out = (SimpleNamespace(packing=True, max_length=9), "training", number, 100)
 
         steps._report_left_out(*left_out)
-        with pytest.raises(DataSetError, match=f"--allow-left-out {number} trains"):
+        with pytest.raises(DataSetError, match=f"--allow-left-out {number} to"):
             attrs.evolve(steps, max_left_out=number / 100 - 0.001)._report_left_out(*left_out)
 
 

@@ -548,7 +548,7 @@ def test_what_cannot_be_trained_as_planned_is_refused(name, ran):
     assert due[0] != "ConfigError" or not [*folder.glob("rows*")]
     said = {
         "replanned": "the checksum of packs and lengths is ",
-        "left-out": "longer than --max_length (100), or not enc",
+        "left-out": "they exceed --max_length (100), or cannot",
     }
     assert said.get(name, "") in ran(name).said
     assert name in {"gone", "longer", "not-finite"} or not [*folder.glob("trained*")]
