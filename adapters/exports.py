@@ -1,5 +1,5 @@
 """
-Writes the packs of a plan to Parquet files, also for Megatron-Bridge, or for LLaMA-Factory.
+Writes the packs of a plan to plain Parquet, or to the files of Megatron-Bridge or LLaMA-Factory.
 
 `export_cached_rows` writes rows with their lengths for ms-swift.
 
@@ -126,8 +126,8 @@ def export_llama_factory(
     Rows follow rules on which LLaMA-Factory's collators rely. The mask numbers the samples of a row
     from 1, and is 0 at padding. Each row ends in padding, since transformers' flash attention
     ignores a mask without a 0. The width of a row is the packing length plus one, rounded up to a
-    multiple of 8. So no collator makes the row longer than its position ids. The row of a long
-    sample has the sample's length plus one, rounded up in the same way.
+    multiple of 8. A collator that pads rows to such a width therefore adds no position without
+    an id. The row of a long sample has the sample's length plus one, rounded up in the same way.
 
     Train with `neat_packing: true`, and with `disable_shuffling: true` to keep the order.
 
@@ -222,7 +222,7 @@ def _read_packs(rows: Any, plan: Plan, order: Order, target: Path) -> Iterator[R
 
 
 def _plan_metadata(plan: Plan) -> dict[str, Any]:
-    """Return the plan's checksum and packing length, under the keys of exported files."""
+    """Return the plan's checksum and packing length, under the keys that exported files use."""
     return {"packplan_checksum": plan.checksum, "packplan_packing_length": plan.raw.packing_length}
 
 

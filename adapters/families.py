@@ -50,7 +50,7 @@ def trained_part(model: Any) -> Any:
 
 def trained_config(config: Any) -> Any:
     """
-    Return the configuration of the module that `trained_part` returns, from that of the model.
+    Return the part of a model's configuration that belongs to the result of `trained_part`.
     """
     return getattr(config, "thinker_config", None) or config
 

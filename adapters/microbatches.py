@@ -125,7 +125,7 @@ class BatchedData:
             None if of_field is None else input_lengths_key,
         )
         if len(checked) and int(checked.max()) > batch.width:
-            message = f"a sequence has {int(checked.max()):,} tokens, but the batch is {batch.width:,} wide"
+            message = f"a sequence has {int(checked.max()):,} tokens, but the batch is {batch.width:,} wide: pad it"
             raise ArgumentError("batch", message)
         return batch
 

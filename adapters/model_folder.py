@@ -103,7 +103,7 @@ def download_model(name: str) -> Path:
     """Download the model *name* with ms-swift, and return its folder; ConfigError on failure."""
     from swift.utils import safe_snapshot_download  # takes seconds to import
 
-    with wrap_load_errors("model.model", f"is {name}, which cannot be downloaded"):
+    with wrap_load_errors("model.model", f"is {name}, which cannot be downloaded", "check the name and the network"):
         return Path(safe_snapshot_download(name))
 
 
@@ -180,7 +180,7 @@ def config_content(model: ModelConfig) -> Mapping[str, Any]:
             raise ConfigError.for_key("model.model", reason) from None
         reason = f"is {model.model}, which is not a folder with a config.json that has a model_type: name such a folder"
         if (path.parent / "adapter_config.json").is_file():
-            reason = f"is {model.model}, which has adapters only: merge them into their model, and name its folder"
+            reason = f"is {model.model}, which has adapters only: merge the adapters into a model, and name its folder"
         raise ConfigError.for_key("model.model", reason) from None
     _require_end_tokens(path.with_name("generation_config.json"))
     return sizes

@@ -1,5 +1,5 @@
 """
-Restores a model's mode, buffers and random states, and computes norms of weights and gradients.
+Restores modes, buffers and random states, and computes norms of weights and of gradients.
 
 Trainers check the root mean square of the trained weights before they save a checkpoint.
 

@@ -147,7 +147,7 @@ class TrainingBar:
 
 class _HostLines(logging.Handler):
     """
-    Handler that prints Packplan's warnings, after its name, in programs that set up no logging.
+    Handler that prints Packplan's warnings after `packplan` in programs that set up no logging.
     """
 
     def emit(self, record: logging.LogRecord) -> None:

@@ -43,7 +43,7 @@ Numbers = NDArray[Any]
 
 @attrs.frozen
 class Chart:
-    """Plot with a title, a sentence and a table of its numbers; the first row is the heading."""
+    """Plot with a title, a sentence and a table of its numbers, whose first row is the heading."""
 
     title: str
     text: str
@@ -101,7 +101,7 @@ class ReportedPlan:
             yield _histogram(("Samples of a pack", text), "samples", {"packs": sizes}, edges)
         if self.works is not None:
             edges, mean, busiest = self.works
-            text = "FLOPs of the mean rank, and additional FLOPs of the busiest rank, for which all others wait."
+            text = "FLOPs of the mean rank, and those of the busiest rank beyond that, for which all other ranks wait."
             parts = {"mean rank": mean, "more on the busiest rank": busiest - mean}
             yield _stacked_chart(("Work of each step", text), "steps", parts, edges)
 

@@ -1,3 +1,3 @@
 """
-Reads a run's YAML and its overrides, and checks their values against our keys and ms-swift's.
+Reads a run's YAML and its overrides, and checks the values of Packplan's and the trainers' keys.
 """

@@ -114,7 +114,7 @@ def expand_path(path: str) -> str:
     """
     Return *path* with `~` or `~name` at its start and each `${NAME}` expanded.
 
-    `~` and `~name` become home folders, `${NAME}` the value of an environment variable.
+    `~` and `~name` become home folders. `${NAME}` becomes the value of an environment variable.
 
     Raises:
         ValueError: The user or the variable does not exist, or a name in the path is invalid.
@@ -127,7 +127,7 @@ def expand_path(path: str) -> str:
         raise ValueError(message)
     path = home if path.startswith("~") else path
     if "\0" in path or (not is_url(path) and any(len(os.fsencode(part)) > _LONGEST_NAME for part in path.split("/"))):
-        raise ValueError(f"is {path!r}, but a name in it has a NUL, or more than {_LONGEST_NAME} bytes: change it")
+        raise ValueError(f"is {path!r}, which has a NUL, or a name of over {_LONGEST_NAME} bytes: write another path")
     for name in _VARIABLE.findall(path):
         if name not in os.environ:
             raise ValueError(f"is {path!r}, but the variable {name} is not set: export it, or write the full path")

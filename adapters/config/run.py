@@ -47,7 +47,7 @@ _FAULTS: Mapping[type, Callable[[Any], Iterator[Fault]]] = {RunConfig: run_fault
 _ADVICE = re.compile(r": (?:write|did you mean) (.*)")
 
 _NO_PRESET = (
-    "is 'fsdp2', but these settings were not tested with packs: set it to true, and copy what you need "
+    "is 'fsdp2', but these settings were not tested with packs: set fsdp to true, and copy what you need "
     "from ms-swift's fsdp2.json into fsdp_config"
 )
 

@@ -198,7 +198,7 @@ def read_key_table(path: Path = SFT_KEYS_FILE) -> dict[str, TrainerKey] | None:
 
 def read_foreign_keys() -> dict[str, ForeignKey]:
     """
-    Return the keys of other programs, by name; ms-swift's keys include those without a counterpart.
+    Return the keys of other programs, by name, also if Packplan has no counterpart for the key.
     """
     found = dict.fromkeys(json.loads(SFT_KEYS_FILE.read_text(encoding="utf-8"))["others"], ForeignKey("ms-swift"))
     for row in json.loads(FOREIGN_KEYS_FILE.read_text(encoding="utf-8")):
@@ -223,8 +223,9 @@ def read_nested_settings(value: Any) -> Mapping[str, Any]:
 
 def deepspeed_file(name: str) -> str:
     """
-    Return the file of ms-swift's DeepSpeed settings *name*, such as `zero2`; *name* if there is
-    none.
+    Return the path of ms-swift's file with the DeepSpeed settings *name*, such as `zero2`.
+
+    If ms-swift has no such file, *name* is returned.
     """
     spec = find_spec("swift")
     if spec is None or spec.origin is None or not re.fullmatch(r"zero\w+", name):
@@ -237,7 +238,8 @@ def machine_faults(settings: Mapping[str, Any], *, on_cpu: bool, section: str = 
     """
     Yield a fault for each setting that does not work on this machine.
 
-    Such a setting needs a missing package, has no effect, or makes several ranks train as one.
+    Such a setting needs a missing package or file, has no effect on a CPU or under DeepSpeed, or
+    makes several ranks train as one.
 
     Args:
         settings: Settings of the trainer.
@@ -249,9 +251,9 @@ def machine_faults(settings: Mapping[str, Any], *, on_cpu: bool, section: str = 
             reason = f"needs the package {package}, which is not installed: install it, or remove the key"
             yield Fault(f"{section}.{key}", reason)
     if settings.get("fp16") and on_cpu:
-        yield Fault(f"{section}.fp16", "has no effect on a CPU, which would compute in float32: use bf16, or remove it")
+        yield Fault(f"{section}.fp16", "has no effect on a CPU, which would compute in float32: use bf16, or drop fp16")
     if settings.get("fsdp") and on_cpu:
-        reason = "has no effect on a CPU, where accelerate ignores it: remove it, or train on GPUs"
+        reason = "has no effect on a CPU, where accelerate ignores it: remove the key, or train on GPUs"
         yield Fault(f"{section}.fsdp", reason)
     for key in SETTINGS_FILES:
         # Text that begins with ey is JSON in base64, as the launcher of DeepSpeed writes it.
@@ -275,4 +277,4 @@ def require_deepspeed_agrees(args: Any) -> None:
         ValueError: A setting differs. Transformers would raise the same error when training starts.
     """
     if found := getattr(getattr(args, "hf_deepspeed_config", None), "mismatches", None):
-        raise ValueError(f"{'; '.join(one.removeprefix('- ') for one in found)}: set them to auto for the run's values")
+        raise ValueError(f"{'; '.join(one.removeprefix('- ') for one in found)}: write auto to use the run's values")

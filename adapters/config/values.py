@@ -34,7 +34,7 @@ _list_of: Callable[[Any], Any] = list.__class_getitem__  # takes types that are 
 _UNIONS = {types.UnionType, typing.Union}
 
 Advise: typing.TypeAlias = Callable[[str, str], str]
-"""Function that takes an unknown key and its section, and returns the fault and a remedy."""
+"""Function that returns a text, with fault and remedy, about an unknown key of a section."""
 
 
 TOO_LARGE = 10**12

@@ -6,8 +6,8 @@ tensor would be allocated and freed.
 
 Integers and booleans are computed, since they are small and decide shapes. Examples are the lengths
 of samples, the number of supervised tokens, and the grid of an image. A model whose shapes depend
-on floating-point values cannot be traced. Operators take the code path of a CPU. Buffers inside
-kernels are not recorded.
+on floating-point values cannot be traced. Operators take the code path of a CPU, except that
+`tracing_as_on_gpu` changes attention. Buffers inside kernels are not recorded.
 """
 
 import traceback

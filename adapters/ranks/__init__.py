@@ -1,1 +1,1 @@
-"""Ranks over torch.distributed that detect each other's failures; workers on ranks or on Ray."""
+"""Connects ranks so that each notices when another one fails; runs workers on ranks or on Ray."""

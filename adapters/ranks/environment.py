@@ -1,4 +1,4 @@
-"""Checks of torchrun's environment variables, which describe the ranks."""
+"""Checks torchrun's environment variables, which describe the ranks."""
 
 import os
 from collections.abc import Iterator, Mapping

@@ -116,7 +116,7 @@ class TorchGroup:
         device, devices = int(os.environ.get("LOCAL_RANK", "0")), torch.cuda.device_count() if cuda else 0
         refusal = None
         if cuda and device >= devices:
-            reason = f"is {device}, but this machine has {counted(devices, 'GPU')}: start one rank for each"
+            reason = f"is {device}, but this machine has {counted(devices, 'GPU')}: start one rank per GPU"
             refusal = ConfigError("the environment of this process", (Fault("LOCAL_RANK", reason),))
         self._store, rank, world_size = join_launch(timeout_s=timeout_s, refusal=refusal)
         if refusal is not None:

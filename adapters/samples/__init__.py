@@ -1,1 +1,1 @@
-"""Samples of a data set: records are read from files, then encoded by ms-swift's template."""
+"""Reads the records of a data set from files, and encodes them with ms-swift's template."""

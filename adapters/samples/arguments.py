@@ -1,4 +1,4 @@
-"""ms-swift's own arguments, from which it builds a run's template, model and tuner."""
+"""Builds ms-swift's own arguments, which decide a run's template, model and tuner."""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -75,7 +75,8 @@ def template_arguments(model: ModelConfig, template: TemplateConfig) -> RunArgum
         template: Section `template`; its system prompt has to be a text, not a file's path.
 
     Raises:
-        ConfigError: No model type or template type fits the model, or several fit it.
+        ConfigError: No model type or template type fits the model, or several fit it, or ms-swift
+            refuses the arguments.
     """
     model_type, template_type = swift_types(model, template)
     arguments = _resolve(model, model_type, template=template_type, **_set_keys(template, _OF_TEMPLATE))
@@ -90,6 +91,9 @@ def run_arguments(model: ModelConfig, training: TrainingConfig) -> RunArguments:
     Args:
         model: Section `model`; its folder has to be on this machine.
         training: Section `training`.
+
+    Raises:
+        ConfigError: As in `template_arguments`.
     """
     passed = {name: _copied(value) for name, value in training.trainer.items()}
     given = _set_keys(training, _OF_TRAINING) | _set_keys(model, _QUANTISES)
@@ -116,7 +120,7 @@ def _resolve(model: ModelConfig, model_type: str | None, **given: Any) -> RunArg
 
 def refuse_remote_code(model: ModelConfig) -> None:
     """
-    Refuse a model folder with Python code, unless `model.trust_remote_code` allows it to run.
+    Refuse a model folder with Python code, unless `model.trust_remote_code` allows code to run.
 
     Raises:
         ConfigError: A JSON file of the folder has the key `auto_map`, which names code.
@@ -126,7 +130,7 @@ def refuse_remote_code(model: ModelConfig) -> None:
     for file in sorted(Path(model.model).glob("*.json")):
         # The index of weight files is large, and never names code.
         if not file.name.endswith(".index.json") and b'"auto_map"' in file.read_bytes():
-            reason = f"has Python code ({file.name} has auto_map): read it, then set model.trust_remote_code: true"
+            reason = f"has Python code ({file.name}: auto_map): read the code, then set model.trust_remote_code: true"
             raise ConfigError.for_key("model.model", f"is {model.model}, which {reason}")
 
 
@@ -144,7 +148,7 @@ def swift_types(model: ModelConfig, template: TemplateConfig) -> tuple[str | Non
         ConfigError: No type fits the model, or several fit it.
     """
     types, templates = _candidate_types(model)
-    with wrap_load_errors("model.model", f"has an args.json that cannot be read, in {model.model}"):
+    with wrap_load_errors("model.model", f"has an unreadable args.json, in {model.model}", "correct or remove it"):
         if asked := template.template or _read_args_json_template_type(model.model):
             templates = [asked]
     choices = (("model.model_type", "model types", types), ("template.template", "templates", templates))
@@ -155,7 +159,11 @@ def swift_types(model: ModelConfig, template: TemplateConfig) -> tuple[str | Non
 
 
 def swift_model_type(model: ModelConfig) -> str | None:
-    """Return ms-swift's model type of a model; None if its registry has none for a text model."""
+    """
+    Return ms-swift's model type; None for a text model that ms-swift's registry does not have.
+
+    ConfigError is raised if no type or several types fit the model.
+    """
     types, _ = _candidate_types(model)
     if len(types) != 1:
         raise ConfigError("the model", (_choice_fault(model, "model.model_type", "model types", types),))
@@ -163,7 +171,11 @@ def swift_model_type(model: ModelConfig) -> str | None:
 
 
 def _candidate_types(model: ModelConfig) -> tuple[Sequence[str | None], Sequence[str]]:
-    """Return the model types and the template types that fit a model."""
+    """
+    Return the model types and the template types that fit a model.
+
+    For a text model that ms-swift's registry does not have, these are [None] and [].
+    """
     named = get_matched_model_meta(str(Path(model.model).resolve()))
     if named is not None and model.model_type in (None, named.model_type):
         return [named.model_type], [named.template] if named.template else list(named.candidate_templates)
@@ -187,6 +199,6 @@ def _matching_types(architecture: str) -> list[str]:
 def _choice_fault(model: ModelConfig, key: str, what: str, found: Sequence[str | None]) -> Fault:
     architecture = config_architecture(model)
     if not found:
-        return Fault(key, f"is not set, and ms-swift has no {what} for {architecture}: set it to one that fits")
+        return Fault(key, f"is not set, and ms-swift has no {what} for {architecture}: set it to a fitting name")
     several = ", ".join(map(str, found[:20]))
     return Fault(key, f"is not set, and ms-swift has several {what} for {architecture}: set it to one of {several}")

@@ -1,10 +1,10 @@
 """
 Finds data files by name or pattern, and opens each in its format.
 
-Compressed files and Parquet are recognised by their first bytes, Arrow by these or by the ending
-`.arrow`, CSV and TSV by their names. A text that begins with `[{` is a JSON array, and so is a
-`.json` file that begins with `[`. Any other text is JSON Lines. Arrow and uncompressed JSON Lines
-are read in place, all other files from a converted copy.
+Compressed files and Parquet are recognised by their first bytes, and CSV and TSV by their names.
+Arrow is recognised by its first bytes or by the ending `.arrow`. A text that begins with `[{` is a
+JSON array, and so is a `.json` file that begins with `[`. Any other text is JSON Lines. Arrow and
+uncompressed JSON Lines are read in place. Any other file is read from a converted copy.
 """
 
 import glob
@@ -66,7 +66,7 @@ def open_records(
     for path in (file for name in paths for file in _match_files(name)):
         file = _open_file(path, max_line_bytes, cache)
         if not len(file):
-            raise DataSetError(f"{file.name} holds no record: the data set is empty")
+            raise DataSetError(f"{file.name} holds no record: add records, or remove the file")
         file.folder = media or file.folder
         opened.append(file)
     return FileRecords(opened)
@@ -138,7 +138,7 @@ def _match_files(path: str) -> list[Path]:
     if (fault := url_fault(path)) is not None:
         raise DataSetError(f"{mask_credentials(path)} {fault}")
     if is_url(path):
-        raise DataSetError(f"{mask_credentials(path)} is a URL, which is read only where train_jsonl names it")
+        raise DataSetError(f"{mask_credentials(path)} is a URL: only custom.train_jsonl and val_jsonl may name URLs")
     if (asked := _SAMPLED.fullmatch(path)) and not Path(path).exists():
         mix = f"a mix (custom.fusion_config, count: {asked[1]})"
         remedy = f"name the file, or draw {asked[1]} of its records in each epoch with {mix}"

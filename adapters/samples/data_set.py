@@ -1,4 +1,4 @@
-"""Records of several data files, in any formats, as one data set."""
+"""Joins the records of several data files, in any formats, into one data set."""
 
 import bisect
 import hashlib
@@ -100,7 +100,7 @@ class FileRecords:
         return np.concatenate([file.known_digests(row, row + number) for file, row, _, number in parts])
 
     def known_heads(self) -> NDArray[np.int64]:
-        """Return the first eight bytes of each record's digest; shape (num_records,)."""
+        """Return the first 8 bytes of each record's digest, 0 if unknown; shape (num_records,)."""
         return np.concatenate([file.known_digests(0, len(file)).view("<i8")[:, 0] for file in self._files])
 
     def add_digests(self, indices: range, digests: NDArray[np.uint8]) -> None:

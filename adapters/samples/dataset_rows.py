@@ -81,10 +81,10 @@ class DatasetRowsFile(RecordFile):
 
     def location(self, row: int) -> RecordLocation:
         """
-        Return the file and the line of sequence *row*.
+        Return the file and the line of sequence *row*, or else its row in the data set.
 
-        The location is the row of the data set if files are not JSON Lines, or if their lines are
-        not the rows.
+        The row is returned if the files are not JSON Lines, or if ms-swift did not make one row of
+        each line.
         """
         number, order = row // self.sequences_per_row, self.rows._indices  # noqa: SLF001  # no public way
         at = number if order is None else order.column(0)[number].as_py()
@@ -96,7 +96,7 @@ class DatasetRowsFile(RecordFile):
 
     @cached_property
     def _lines(self) -> list[tuple[str, NDArray[np.int64]]]:
-        """Numbers of the lines of each file; empty if the rows are not those of all lines."""
+        """Name and line numbers of each file; empty if rows and non-blank lines do not match."""
         is_split = "input_ids" in self.rows.column_names  # ms-swift shuffles these rows before it splits them
         if is_split or not all(file.endswith(".jsonl") and Path(file).is_file() for file in self._files):
             return []
@@ -136,7 +136,7 @@ class DatasetRowsEncoder(SwiftEncoder):
         return tuple(DataFile(file, file, "messages", len(self.rows)) for file, _ in self.records.records_per_file)
 
     def full_encode_reason(self, sample: dict[str, Any]) -> str | None:
-        """Return why only a full encode can measure a row; None if the shortcut can."""
+        """Return why a row has to be encoded in full; None if the shortcut can measure it."""
         if self._kind != "causal_lm":
             return f"rows of {self._kind} are encoded in full"
         texts = (message["content"] for message in sample["messages"])
@@ -154,7 +154,7 @@ class DatasetRowsEncoder(SwiftEncoder):
             pair = TemplateInputs.from_dict(record)
             held = pair.rejected if index % self.records_per_sample else pair.chosen
             if held is None:
-                raise self.record_error(index, "the row has no rejected answer")
+                raise self.record_error(index, "the row has no rejected answer: add rejected_response")
             if held.images:
                 held.images = [_path_or_bytes(image) for image in held.images]
             if held.is_multimodal:

@@ -274,7 +274,7 @@ class SwiftEncoder:
         held = IMAGES.count(encoded)
         if held not in (None, measurement.images):
             reason = f"the record has {counted(measurement.images, 'image')}, but its encoding has {held:,}"
-            raise self.record_error(index, f"{reason}: mark each with <image> in its text")
+            raise self.record_error(index, f"{reason}: mark each image with <image> in the text")
         for kind, token, expected in self._media_tokens(measurement):
             if (found := encoded["input_ids"].count(token)) != expected:
                 reason = f"the record has {counted(found, f'{kind} token')}, but its {kind}s need {expected:,}"
@@ -393,7 +393,7 @@ class SwiftEncoder:
 
     def image_facts(self, index: int, images: Iterable[Image], *, decode: bool = False) -> tuple[MediaFacts, ...]:
         """
-        Return pixel size, bytes and digest of each image of sample *index*.
+        Return the digest and the size, in pixels and in bytes, of each image of sample *index*.
 
         Args:
             index: Index of the sample.

@@ -200,6 +200,7 @@ class SwiftMeasurer:
 
         Raises:
             ShortcutError: The full encode of a checked sample differs from the shortcut's result.
+            DataSetError: ms-swift's own encode of the first sample of a kind differs.
         """
         read: list[_ReadSample | RecordError] = []
         for index in indices:
@@ -358,7 +359,7 @@ class SwiftMeasurer:
             multiprocessing_context="fork",
             worker_init_fn=lambda _: end_with_parent(),
         )
-        with wrap_process_errors("encoding samples again, in another process,", "end other programs on it"):
+        with wrap_process_errors("encoding samples again, in another process,", "end other programs here"):
             with hold_ctrl_c():
                 outcomes = iter(loader)
             return list(outcomes)

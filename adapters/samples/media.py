@@ -29,8 +29,8 @@ Encoded = Mapping[str, Any]
 
 DUMMY_SIZE = (56, 56)
 """
-Width and height in pixels of black images and video frames. They stand in for media while samples
-are measured, and for the images of ranks that have none. They also reveal a template's image token.
+Width and height in pixels of black images and video frames. These stand in for media while samples
+are measured, and for images on ranks without images. They also reveal a template's image token.
 """
 
 

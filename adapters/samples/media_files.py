@@ -47,6 +47,9 @@ likely damaged.
 
 _INDEXED = ("mp4", "avi")
 
+_BASE = "custom.media_dir, else ROOT_IMAGE_DIR, else the data file's folder"
+"""Where relative paths of media start, for messages."""
+
 _JITTER = 1
 """
 Largest difference between frame distances that counts as rounding, in units of the container's time
@@ -83,8 +86,7 @@ def read_image_size(image: ImageSource, *, decode: bool = False) -> tuple[int, i
                     return opened.size
         reason = f"the image {path} is a folder, a pipe or a device: name an image file"
     except FileNotFoundError:
-        where = "at ROOT_IMAGE_DIR, else at the folder of the data file"
-        reason = f"the image {path} does not exist: relative paths start {where}"
+        reason = f"the image {path} does not exist: relative paths start at {_BASE}"
     except (Image.DecompressionBombError, Image.DecompressionBombWarning):
         most = f"{Image.MAX_IMAGE_PIXELS:,}"
         reason = f"the image {path} has more than {most} pixels: shrink it, or raise custom.max_image_pixels"
@@ -115,7 +117,7 @@ def shrink_size(width: int, height: int, max_pixels: int | None) -> tuple[int, i
     scaled = math.sqrt(max_pixels / ratio)
     sides = int(scaled * ratio), int(scaled)
     if not all(sides):
-        message = f"template.max_pixels, {max_pixels:,}, shrinks an image of {width} x {height} to 0: raise it"
+        message = f"an image of {width} x {height} shrinks to 0: raise template.max_pixels, now {max_pixels:,}"
         raise ValueError(message)
     return sides
 
@@ -230,8 +232,7 @@ def _read_container(path: str, max_seconds: float) -> VideoFacts:
             size, ends = _read_size_and_ends(path)
             return _Container(path, container, size, max_seconds).read(_digest_to_int(hashlib.sha256(ends).digest()))
     except FileNotFoundError:
-        message = f"the video {path} does not exist: relative paths start at the folder of the data file"
-        raise ValueError(message) from None
+        raise ValueError(f"the video {path} does not exist: relative paths start at {_BASE}") from None
     except (av.FFmpegError, OSError) as error:
         why = getattr(error, "strerror", None) or error
         reason = f"the video {path} cannot be read, since it is truncated, damaged or not a video: {why}"
@@ -302,10 +303,10 @@ class _Container:
             if frames := packet.decode():
                 self._refuse_size(frames[0].width, frames[0].height)
                 return frames[0], chain(read, packets)
-        raise self._refusal("has no frame that can be decoded")
+        raise self._refusal("has no frame that can be decoded: encode it again")
 
     def _count_by_index(self, stream: Any) -> tuple[int, str | None]:
-        """Return the frame count of the container's index, and a reason to doubt it, or None."""
+        """Return the frame count in the container's index, and a reason to doubt it, or None."""
         entries = stream.index_entries
         shown = [entry for entry in entries if not entry.is_discard]
         if any(entry.pos + entry.size > self.size for entry in shown):
@@ -317,7 +318,9 @@ class _Container:
 
     def _count_by_packets(self, stream: Any, packets: Iterator[Any], seconds: float) -> tuple[int, str | None]:
         """
-        Return the number of packets (0 if one has no time), and a reason to doubt it, or None.
+        Return the number of packets as frame count, and a reason to doubt this count, or None.
+
+        The count is 0 if a packet has no time.
         """
         times = []
         for packet in packets:

@@ -10,8 +10,8 @@ For videos, the arithmetic of qwen_vl_utils gives the number of sampled frames a
 size. Two frames make one layer of patches. Qwen3-VL writes the time of each layer as text in front
 of it, and the tokens of this text are counted too.
 
-All costs are differences from a stand-in of the same kind. So the tokens that mark media, and the
-constant costs of a processor, cancel out.
+A medium counts by its cost beyond that of a stand-in of the same kind. So the tokens that mark
+media, and the constant costs of a processor, cancel out.
 """
 
 from __future__ import annotations
@@ -92,7 +92,7 @@ def _qwen_cost(patch: int, merge: int, most: int | None, width: int, height: int
     rows, columns = vision_process.smart_resize(height, width, factor=patch * merge)
     patches = int(rows // patch) * int(columns // patch)
     if not patches:
-        raise ValueError(f"the limits of qwen_vl_utils shrink an image of {width} x {height} to 0")
+        raise ValueError(f"qwen_vl_utils shrinks an image of {width} x {height} to 0: raise IMAGE_MAX_TOKEN_NUM")
     return Measurement(patches // merge**2, 0, 0, patches)
 
 
@@ -157,7 +157,7 @@ class VideoCosts:
 
     def extra_cost(self, facts: VideoFacts) -> Measurement:
         """
-        Return a video's cost minus the stand-in's cost; ValueError if qwen_vl_utils refuses it.
+        Return a video's cost minus the stand-in's; ValueError if qwen_vl_utils refuses the video.
         """
         return self.cost(facts) - self.cost(_black_video_facts(DUMMY_SIZE, 2))
 
@@ -206,7 +206,9 @@ class VideoCosts:
         return torch.linspace(0, facts.num_frames - 1, number).round().long().tolist(), rate
 
     def _scaled_size(self, facts: VideoFacts, num_frames: int) -> tuple[int, int]:
-        """Return height and width of sampled frames after scaling; ValueError if none is valid."""
+        """
+        Return height and width of sampled frames after scaling; ValueError if no size is valid.
+        """
         rules, given = vision_process, self.sampling
         factor = self.patch_size * rules.SPATIAL_MERGE_SIZE
         height, width = facts.height, facts.width
@@ -235,7 +237,7 @@ def _resized_frame_size(height: int, width: int, factor: int, least: float, most
     except ValueError as error:
         raise ValueError(f"frames of {width} x {height}: {error}") from None
     if not rows or not columns:
-        raise ValueError(f"a limit of {most:,.0f} pixels shrinks frames of {width} x {height} to 0: raise it")
+        raise ValueError(f"a limit of {most:,.0f} pixels shrinks frames of {width} x {height} to 0: raise the limit")
     return int(rows), int(columns)
 
 

@@ -38,7 +38,7 @@ def find_difference(
         sample: Messages and media that the run makes of the record. ms-swift's encode uses the
             media and weights of this sample. If ms-swift cannot read the record, the texts of this
             sample are used too.
-        encoded: Encoded sample of the run.
+        encoded: Sample as this run has encoded it.
         columns: New name of each renamed key of the data; None for a key that is ignored.
     """
     try:

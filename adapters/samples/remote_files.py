@@ -1,5 +1,5 @@
 """
-Reads remote files through fsspec: http, S3, Google Cloud, Hugging Face, Azure.
+Reads files on http servers, S3, Google Cloud, Hugging Face and Azure through fsspec.
 
 fsspec's libraries find credentials by their own rules. No message shows credentials.
 """
@@ -100,7 +100,7 @@ def read_version(url: str, *, max_bytes: int, timeouts: Timeouts) -> FileVersion
     """
     info = _call_with_retries(url, timeouts, lambda system, path: system.info(path))
     if info.get("type") == "directory":
-        raise FetchError("it is a folder, not a file")
+        raise FetchError("it is a folder: name a file")
     size = None if info.get("size") is None else int(info["size"])
     _refuse_oversize(size or 0, max_bytes)
     return FileVersion(size, str(next((info[name] for name in _VERSIONS if info.get(name)), "")))

@@ -1,5 +1,5 @@
 """
-The shortcut: measures many samples in one call without encoding each of them.
+Measures many samples in one call without encoding each of them, which is called the shortcut.
 
 ms-swift's template splits a sample into pieces of text. Each piece is trained as a whole, or not at
 all. The tokenizer counts the tokens in the pieces of many samples in one call. The costs of images
@@ -223,16 +223,16 @@ def find_piece_counter(template: Template, *, tokens: Mapping[str, int]) -> tupl
     """
     kind, base = type(template), Template
     if template.task_type != "causal_lm" or template.template_backend != "swift" or template.is_encoder_decoder:
-        return None, f"its template is for the task {template.task_type} with the backend {template.template_backend}"
+        return None, f"the template is for the task {template.task_type} with the backend {template.template_backend}"
     replaced = _REPLACED if tokens else (*_REPLACED, "_encode")
     own = [name for name in replaced if inspect.getattr_static(kind, name) is not inspect.getattr_static(base, name)]
     if own:
-        return None, f"its template overrides {own[0].strip('_')}"
+        return None, f"the template overrides {own[0].strip('_')}"
     counter = PieceCounter(template, tokens=tokens)
     try:
         for sample in _PROOFS:
             if counter.count([counter.split(sample)]) != [_measure_with_stand_ins(template, sample)]:
-                return None, "its samples and their texts have different numbers of tokens"
+                return None, "for test samples, the shortcut counts other numbers of tokens"
     except Exception as error:  # noqa: BLE001  # an error about a record is reported when the record is read
         return None, f"a sample with text only cannot be split ({type(error).__name__}: {error})"
     for medium in tokens:

@@ -66,8 +66,8 @@ def _refuse_unproven_model(template_type: str) -> None:
     """
     if not may_probe_template(template_type):
         reason = (
-            f"is {template_type}, whose model reads text, images and sound in a separate part, the thinker. It was "
-            "not shown to keep packed samples apart: set training.packing: false"
+            f"is {template_type}, whose model reads text, images and sound in a separate part, the thinker, which "
+            "was not shown to keep packed samples apart: set training.packing: false"
         )
         raise ConfigError.for_key("template.template", reason)
 
@@ -103,6 +103,10 @@ def open_template(
         packing_length: Token limit of a pack, and of a sample if the template truncates.
         packs: Whether samples share packs; if so, templates that cannot collate packs are refused.
         processor: Processor of the model; None loads it.
+
+    Raises:
+        ConfigError: ms-swift cannot open the template, the template is not for this model, or
+            *packs* is true and the template cannot collate packs.
     """
     refuse_remote_code(model)
     _refuse_unknown_names(template)
@@ -187,7 +191,7 @@ def _stop_clock(opened: Template, template: TemplateConfig) -> None:
         reason = f"is not set, but {name} writes today's date into prompts: set one date for the whole run, such as "
         reason += f"{now:%Y-%m-%d}"
     else:
-        reason = f"is set, but {name} writes no date into prompts: remove it"
+        reason = f"is set, but {name} writes no date into prompts: remove the key"
     if writes == (template.today is None):
         raise ConfigError.for_key("template.today", reason)
     if not writes:
@@ -201,7 +205,7 @@ def _stop_clock(opened: Template, template: TemplateConfig) -> None:
 
 
 def _set_clock(modules: Sequence[Any], day: datetime | None) -> None:
-    """Stop the clock of *modules* at *day*: `now`, `today`, `utcnow`. None starts it again."""
+    """Make `now`, `today` and `utcnow` return *day* in *modules*; None restores the real clock."""
     clock = dict.fromkeys(("now", "today", "utcnow"), staticmethod(lambda *_, **__: day))
     for module in modules:
         module.datetime = type("StoppedClock", (datetime,), clock) if day else datetime
@@ -233,7 +237,7 @@ def _refuse_media_template(template: Template) -> None:
     reads_media = type(template).replace_tag is not Template.replace_tag
     if reads_media and not template.model_meta.is_multimodal:
         name = template.template_meta.template_type
-        reason = f"is {name}, which is for images, videos or sound, but this model reads text only: name one for text"
+        reason = f"is {name}, which is for images, videos or sound, but this model reads text only: name another"
         raise ConfigError.for_key("template.template", reason)
 
 

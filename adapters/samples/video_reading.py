@@ -51,9 +51,9 @@ def has_separate_video_pass(template: Template) -> bool:
 
 def decord_fault() -> str | None:
     """
-    Return why decord does not read videos on this machine, or None if it does.
+    Return a message if decord does not read the videos on this machine, else None.
 
-    Frames that are counted without decoding are counted as decord counts them.
+    Another reader may find a different number of frames than the container states.
     """
     found = vision_process.get_video_reader_backend()
     if found == READER:
@@ -74,7 +74,7 @@ def set_video_sampling(template: Template, config: TemplateConfig) -> None:
     if not reads_videos(template):
         return
     if not hasattr(template.processor, "image_processor"):  # transformers takes the tokenizer alone for one
-        reason = "has no image processor: copy the model's processor_config.json or preprocessor_config.json into it"
+        reason = "has no image processor: copy processor_config.json or preprocessor_config.json into its folder"
         raise ConfigError.for_key("model.model", reason)
     sampling = video_sampling(config)
     _refuse_size_limits(template, sampling)

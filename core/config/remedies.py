@@ -64,7 +64,7 @@ _PHRASES: Mapping[str, str] = MappingProxyType(
         "(model.attn_impl: auto)": "(leave --attn_impl out)",
         ", or raise training.packing_wait_timeout_s": "",
         ", or raise custom.max_image_pixels": "",
-        "else at the folder of the data file": "else where the command runs",
+        "custom.media_dir, else ROOT_IMAGE_DIR, else the data file's folder": "ROOT_IMAGE_DIR, else the current folder",
         "custom.on_bad_record: skip": "--strict false",
         " RUN.yaml": "",
     }

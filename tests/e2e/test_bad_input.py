@@ -59,7 +59,7 @@ def test_a_bad_record_is_named_by_its_line(open_source, outcome, tmp_path):
     huge_png(tmp_path / "huge.png")
     os.mkfifo(tmp_path / "pipe.png")
     shown = {
-        "gone.png": "gone.png does not exist",
+        "gone.png": "gone.png does not exist: relative paths start at custom.media_dir",
         "data.jsonl": "damaged or not an image",
         "huge.png": "pixels: shrink it, or raise custom.max_image_pixels",
         "line.png": "aspect ratio",
@@ -162,7 +162,7 @@ MISSING = "model.layers.1.mlp.up_proj.weight"
            f"has eos_token_id {end} in {{}}/generation_config.json, which is neither a token id nor")
           for end in (1.5, "end", {"a": 1}, [1, "a"])),
         ("qwen2_5_vl", lambda model: (model / "processor_config.json").unlink(),
-         "has no image processor: copy the model's processor_config.json"),
+         "has no image processor: copy processor_config.json"),
     ],
 )  # fmt: skip
 def test_a_model_whose_files_do_not_go_together_is_named(demo, outcome, tmp_path, of, spoil, says):  # noqa: PLR0917  # fixtures
@@ -191,7 +191,7 @@ def test_more_ranks_than_gpus_are_named(monkeypatch):
     for name, value in {**environment, "MASTER_PORT": str(free_port())}.items():
         monkeypatch.setenv(name, value)
 
-    with pytest.raises(ConfigError, match="LOCAL_RANK is 1, but this machine has 1 GPU: start one rank for each"):
+    with pytest.raises(ConfigError, match="LOCAL_RANK is 1, but this machine has 1 GPU: start one rank per GPU"):
         TorchGroup(use_cpu=False)
 
 

@@ -93,7 +93,7 @@ def bad_videos(folder: Path) -> dict[str | tuple[str, str], str]:
     (folder / "none").mkdir()
     os.mkfifo(folder / "pipe.mp4")
     return {
-        "gone.mp4": "gone.mp4 does not exist",
+        "gone.mp4": "gone.mp4 does not exist: relative paths start at custom.media_dir",
         "cut.mp4": "is truncated: its index names frames beyond",
         "cut.mkv": "is truncated: its header says 3.2 s",
         "codec.mp4": "has a codec for which no decoder is installed: encode it again, as H.264",

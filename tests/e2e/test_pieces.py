@@ -118,5 +118,5 @@ def test_a_template_with_ways_of_its_own_encodes_each_sample(open_source):
     encoder.template.__class__ = Own
     encoder._reference = encoder.template  # as ms-swift's own would be
 
-    assert (None, "its template overrides tokenize") == find_piece_counter(encoder.template, tokens={})
+    assert (None, "the template overrides tokenize") == find_piece_counter(encoder.template, tokens={})
     assert 3 == len(measured(source))

@@ -260,7 +260,7 @@ def test_a_template_that_cannot_see_here_is_refused_by_key(vision_run, write_run
 
     says = refused(vision_run("glm4v", model={"model": str(broken)}))
     assert re.search(r"template\.template is glm4v, which cannot encode an image here \(.*edge", says)
-    assert re.search(r"template\.template is qwen2_5_vl, .* this model reads text only: name one", refused(of_text))
+    assert re.search(r"template\.template is qwen2_5_vl, .* this model reads text only: name another", refused(of_text))
 
 
 def test_a_missing_package_is_named_before_anything_is_measured(vision_run, monkeypatch):

@@ -247,7 +247,7 @@ def test_a_resume_of_a_killed_run_ends_bit_for_bit_as_one_run_does(name, ran):
 def test_settings_that_contradict_those_of_deepspeed_are_refused(ran):
     """Before anything is loaded; transformers would raise a ValueError when it begins to train."""
     assert ["2", "2"] == [(ran("unlike").folder / f"status{rank}").read_text() for rank in range(2)]
-    says = "training.deepspeed cannot be used: ds gradient_clipping=2.0 vs hf max_grad_norm=1.0: set them to auto"
+    says = "training.deepspeed cannot be used: ds gradient_clipping=2.0 vs hf max_grad_norm=1.0: write auto"
     assert says in (ran("").folder / "rank0.log").read_text()
 
 

@@ -46,7 +46,7 @@ def test_only_deepspeed_takes_names_of_ms_swift():
     """Of DeepSpeed's settings alone; the name of those of FSDP is refused, with what to write."""
     assert Path(deepspeed_file("zero2")).is_file()
     assert "fsdp2" == deepspeed_file("fsdp2")
-    assert "set it to true, and copy what you need" in faults_of(fsdp="fsdp2")["training.fsdp"]
+    assert "set fsdp to true, and copy what you need" in faults_of(fsdp="fsdp2")["training.fsdp"]
 
 
 @given(st.floats())

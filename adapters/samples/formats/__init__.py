@@ -1,3 +1,3 @@
 """
-Readers of data files by format; files without random access are first converted to a copy.
+Reads data files of each format. A file without random access is first converted to a copy.
 """

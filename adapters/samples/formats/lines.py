@@ -38,7 +38,7 @@ _TOO_LONG = "a number with more than 4,300 digits is too large: write it as text
 
 class LinesFile(RecordFile):
     """
-    Records of a JSON Lines file, one a line, read by byte position; blank lines are skipped.
+    Records of a JSON Lines file, one in each line that is not blank, read by byte position.
 
     Attributes:
         spans: Start byte, end byte and line number of each record; int64, shape (num_records, 3).
@@ -55,7 +55,7 @@ class LinesFile(RecordFile):
         return {"spans": self.spans.reshape(-1), **super()._arrays_to_cache()}
 
     def cache_fault(self) -> str | None:
-        """Return how the file differs from its cached arrays, or None; reads the whole file."""
+        """Read the whole file; return a message if it differs from its cached arrays, else None."""
         if self._is_cached and not np.array_equal(self._scan(), self.spans):
             fact = f"the positions of its records differ from those in {self._cache.path}"
             return f"{fact}: delete that file, and build the plan again"
@@ -165,7 +165,7 @@ def _parse_record(text: bytes) -> Any:
         reason = f"the record has the unpaired surrogate {half}: write the whole pair, or remove it"
         raise ValueError(reason) from None
     except UnicodeDecodeError:
-        raise ValueError("the record is not UTF-8 text") from None
+        raise ValueError("the record is not UTF-8 text: save the file as UTF-8") from None
     except ValueError as error:
         reason = _TOO_LONG if "sys.set_int_max_str_digits" in str(error) else str(error)
         raise ValueError(f"the record is not valid JSON: {reason}") from None
@@ -194,5 +194,5 @@ def _to_unique_object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     if len(found) < len(pairs):
         # In one pass, since counting each name separately would take hours in a long line.
         twice = next(name for name, times in Counter(name for name, _ in pairs).items() if times > 1)
-        raise ValueError(f"the key {twice!r} is written twice in one object")
+        raise ValueError(f"the key {twice!r} is written twice in one object: remove one of them")
     return found

@@ -1,5 +1,7 @@
 """
-Records of one file in any format, and the digests of these records.
+Reads the records of one file, and keeps a digest of each record.
+
+Each format has a subclass of `RecordFile` in a module of its own.
 
 Positions and digests of records are cached on disk, so that a later start need not read the file.
 As in git, a file counts as unchanged if its size, times and inode are unchanged. A file that was
@@ -32,7 +34,7 @@ Version of cached arrays; increase it if digests or positions of records are com
 """
 
 MIN_CACHED_BYTES = 2**20
-"""Smallest file size in bytes for which arrays are cached, since smaller files are read fast."""
+"""Smallest size in bytes of a data file whose arrays are cached; a copy's are always cached."""
 
 _SCHEMA = f"packplan.kept/{VERSION}"
 
@@ -41,7 +43,9 @@ SETTLED_NS = 2 * 10**9
 
 
 class FileCache:
-    """Cache of arrays about a data file, which are valid while the file is unchanged."""
+    """
+    Cache of arrays computed from a data file; the arrays are valid while the file is unchanged.
+    """
 
     def __init__(self, folder: Path | None, parts: Sequence[Path], *, kind: str, is_copy: bool = False) -> None:
         """
@@ -64,7 +68,9 @@ class FileCache:
         self.path = None if folder is None or is_small else folder / f"{key}-records.json"
 
     def load(self) -> dict[str, NDArray[Any]] | None:
-        """Return the cached arrays; None if there are none, or if the file has changed."""
+        """
+        Return the cached arrays; None if they are missing or damaged, or the file has changed.
+        """
         if self.path is None:
             return None
         try:
@@ -80,8 +86,8 @@ class FileCache:
         """
         Cache arrays, and return whether they were written.
 
-        Arrays are not written if the disk is full, the data file is small, or the data file may
-        have changed while it was read.
+        Arrays are not written if there is no cache folder, or if the disk is full. Nor are arrays
+        of a data file that is small, or that may have changed while it was read.
         """
         if self.path is None or not self._is_settled or self.file_changed():
             return False
@@ -211,7 +217,7 @@ class RecordFile:
             raise RecordError(str(self.location(row)), str(error)) from None
         if self.max_bytes is not None and (size := _text_size(value)) > self.max_bytes:
             reason = f"the {self.unit} has {counted(size, 'byte')} of text, but may have at most {self.max_bytes:,}"
-            raise RecordError(str(self.location(row)), f"{reason}: shorten it, or raise custom.max_line_bytes")
+            raise RecordError(str(self.location(row)), f"{reason}: shorten the text, or raise custom.max_line_bytes")
         return value
 
     def _read_value(self, row: int) -> Any:
@@ -280,7 +286,7 @@ class RecordFile:
             self._is_cached = self._cache.save(self._arrays_to_cache())
 
     def cache_fault(self) -> str | None:
-        """Return how the file differs from its cached arrays, or None; reads the whole file."""
+        """Read the whole file; return a message if it differs from its cached arrays, else None."""
         rows = range(len(self) if self._is_cached else 0)
         for row in progress(rows, desc=f"comparing {self.name}", leave=False, delay=BRIEF_S):
             if self._read_digest(row) != self.known_digest(row):

@@ -132,7 +132,7 @@ def _cached_digest(path: Path, cache: Path) -> str:
         return arrays["sha256"].tobytes().hex()
     sha256 = _compute_digest(path)
     if cached.file_changed():
-        raise DataSetError(f"{path} changed while it was read: start again when it is complete")
+        raise DataSetError(f"{path} changed while it was read: start again when the file is complete")
     cached.save({"sha256": np.frombuffer(bytes.fromhex(sha256), np.uint8)})
     return sha256
 
@@ -185,11 +185,11 @@ def _array_rows(text: str, name: str) -> Iterator[str]:
         if text.startswith(",", place):
             place = _skip_blanks(text, place + 1)
             if text.startswith("]", place):
-                _refuse_row(name, row, "is the last of the array, but a comma follows it")
+                _refuse_row(name, row, "is the last of the array, but a comma follows it: remove the comma")
         elif not text.startswith("]", place):
             _refuse_row(name, row, "is not followed by a comma or the end of the array: the file may be truncated")
     if _skip_blanks(text, place + 1) < len(text):
-        _refuse_row(name, row, "is the last of the array, but more text follows the array")
+        _refuse_row(name, row, "is the last of the array, but more text follows the array: remove that text")
 
 
 def _skip_blanks(text: str, place: int) -> int:
