@@ -80,7 +80,7 @@ def run(options: argparse.Namespace) -> None:
         print(json.dumps({"splits": {one.split.name: as_document(one) for one in splits}}, indent=2))
     else:
         for one in splits:
-            _print(one, everything=options.all)
+            _print(config, one, everything=options.all)
 
 
 def _read_text(config: RunConfig, opened: StoredSplit, sample: int) -> list[dict[str, Any]]:
@@ -154,7 +154,7 @@ def _checksums(opened: StoredSplit) -> dict[str, str]:
     }  # fmt: skip
 
 
-def _print(opened: StoredSplit, *, everything: bool) -> None:
+def _print(config: RunConfig, opened: StoredSplit, *, everything: bool) -> None:
     console, name = plain_console(100), opened.split.name
     console.print(f"{name}:", style="bold")
     for line in opened.warnings:
@@ -176,7 +176,7 @@ def _print(opened: StoredSplit, *, everything: bool) -> None:
         console.print(f"raw_plan {checksums['raw_plan']}; --all prints every figure")
         return
     for bad in opened.lengths.origin.bad:
-        console.print(f"left out: {bad.where}: {bad.reason}")
+        console.print(config.name_settings(f"left out: {bad.where}: {bad.reason}"))
     for what, digest in checksums.items():
         console.print(f"{what} {digest}")
     for what, key in (("lengths", opened.lengths.origin.key), ("plan", opened.plan.key)):

@@ -192,7 +192,7 @@ EMPTY = BATCH.select([])
     [
         (lambda: BATCH.tensor("texts"), "field texts is a list"),
         (lambda: BATCH.shard(shard_packed([1, 2, 2], shards=1, batch_size=3, max_tokens_per_microbatch=4)),
-         "made for lengths that differ from"),
+         "made from other lengths: "),
         *((lambda ask=ask: ask("gone"), "no field gone: its fields are input_ids, texts")
           for ask in (BATCH.tensor, BATCH.__getitem__)),
         *((lambda indices=indices: BATCH.select(indices), "are selected by whole numbers from 0 to 1")
