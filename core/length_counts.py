@@ -1,11 +1,11 @@
 """
 Number of samples of each length, and packing by best fit or first fit over these counts.
 
-The cost of planning grows with the number of distinct lengths, not with the number of samples.
+The cost of an algorithm grows with the number of distinct lengths, not of samples.
 
 Index 0 is the longest length. Samples of one length are packed in their input order. An algorithm
-writes a `PackingTrace`, whose entries name lengths by their indices. Only `PackingTrace.packs`
-processes single samples, in passes over cache-sized blocks.
+writes a `PackingTrace`, whose entries name lengths by their indices. Only the conversion of a trace
+to packs processes single samples, in passes over cache-sized blocks.
 
 Best fit and first fit place the longest samples first. A bin that gets a sample keeps getting
 samples of the same length until they no longer fit. In first fit, this bin remains the first that

@@ -87,9 +87,9 @@ class RawPlan(HasPacks):
     auto_packs: int = attrs.field(default=0, eq=False)
     """
     Approximate number of packs that the algorithm `auto` would need for the same samples. The
-    search for the lower bound finds this number. It is 0 if `auto` saves at most 0.2 % or the
-    policy is `replanned`. It is also 0 if the packs depend on more than the number of samples of
-    each length.
+    search for the lower bound finds this number. The value is 0 if `auto` saves at most 0.2 % or
+    the policy is `replanned`. The value is also 0 if the packs depend on more than the number of
+    samples of each length.
     """
 
     @property

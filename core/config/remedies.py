@@ -49,7 +49,7 @@ REMEDIES: Mapping[str, str] = MappingProxyType(
         "changed_copy": "delete {copy}: the next run makes the copy again",
         "not_built": "run packplan plan build, which measures and plans",
         "refused": "free disk space, or choose another folder (training.output_dir)",
-        "locked": "wait until it is done, or raise training.packing_wait_timeout_s",
+        "locked": "wait until that job is done, or raise training.packing_wait_timeout_s",
         "different_runs": "start all ranks with the same YAML, options, model and packages",
         "not_finite": "lower training.learning_rate",
     }

@@ -61,12 +61,12 @@ class DynamicBatchingConfig:
     """Form microbatches of sequences of similar length, padded to one width."""
 
     train_mb_tokens: int = key(4096, check=at_least(1))
-    """Maximum number of sequences times padded width in a microbatch of policy updates."""
+    """Maximum size of a microbatch of policy updates: number of sequences times padded width."""
 
     logprob_mb_tokens: int | None = key(None, check=at_least(1))
     """
-    Maximum number of sequences times padded width in a microbatch that only computes
-    log-probabilities. If unset, `train_mb_tokens` applies.
+    Maximum size, counted in the same way, of a microbatch that only computes log-probabilities. If
+    unset, `train_mb_tokens` applies.
     """
 
     sequence_length_round: int = key(64, check=at_least(1))

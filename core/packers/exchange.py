@@ -67,8 +67,8 @@ more than a thousandth.
 
 _FEW, _MANY = 500, 8
 """
-Divisors of the number of packs: levelling ends when at most one pack in 500 is not level. Parts are
-drawn again when more than one pack in 8 has changed.
+Divisors of the number of packs. A search that need not reach all packs ends when at most one pack
+in 500 must change. Parts are drawn again when more than one pack in 8 has changed.
 """
 
 

@@ -216,7 +216,7 @@ def _checked_messages(value: list[Any]) -> list[dict[str, Any]]:
         if not isinstance(message, Mapping) or not isinstance(message.get("content"), str):
             fail("has a message that is not an object with a text 'content'")
         if message.get("role") not in _KNOWN_ROLES:
-            fail(f"has a message with the role {message.get('role')!r}; write one of {', '.join(_KNOWN_ROLES)}")
+            fail(f"has a message with the role {message.get('role')!r}: write one of {', '.join(_KNOWN_ROLES)}")
         _refuse_weights(message)
         _refuse_order(messages, message)
         # `loss` and `loss_scale` decide what ms-swift trains, and are kept.

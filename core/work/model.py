@@ -88,8 +88,8 @@ class WorkModel:
         """
         Estimate the work of an unknown architecture as the work of ordinary layers of its width.
 
-        Sizes that *config* does not have as numbers are assumed to be 32 layers and a width of
-        4,096. Images add only the work of their tokens.
+        If *config* has no number for the layers or the width, 32 layers or a width of 4,096 are
+        assumed. Images add only the work of their tokens.
         """
         config = config.get("thinker_config") or config
         text = config.get("text_config") or config
