@@ -223,13 +223,13 @@ class StaleError(_FactError, UserError):
     @classmethod
     def for_plan(cls, checkpoint: str, differences: tuple[Difference, ...]) -> StaleError:
         """Return the error about a checkpoint that was trained with another plan."""
-        keys, facts = {one.key for one in differences}, {"differences": differences}
+        reordered, facts = any(one.key == "order_version" for one in differences), {"differences": differences}
         causes = [one for one in differences if one.key not in _DIGESTS]
         shown = causes or [attrs.evolve(one, key=_DIGESTS[one.key]) for one in differences]
         fact = format_lines(f"this run cannot resume from {checkpoint}, since these have changed", shown)
-        if keys == {SHARED_BY}:
+        if {one.key for one in differences} == {SHARED_BY}:
             return cls("fewer_ranks", fact, facts)
-        return cls("changed_order" if "order_version" in keys else "changed_plan", fact, facts)
+        return cls("changed_order" if reordered else "changed_plan", fact, facts)
 
     @classmethod
     def for_file(cls, name: str, found: str) -> StaleError:

@@ -3,9 +3,9 @@ Rounds of equal work. A round consists of the microbatches that all workers comp
 time.
 
 With FSDP, all workers wait for the busiest worker in every round. The time of a global batch is
-therefore the time of the busiest microbatch, summed over all rounds. Sequences with more work than a mean
-microbatch set the level of work in the first rounds. The other microbatches of these rounds are
-filled up to this level. The remaining sequences are spread evenly over the other rounds.
+therefore the time of the busiest microbatch, summed over all rounds. Sequences with more work than
+a mean microbatch set the level of work in the first rounds. The other microbatches of these rounds
+are filled up to this level. The remaining sequences are spread evenly over the other rounds.
 
 Works are integers, and in a tie the lower index is chosen, so every process computes the same
 microbatches.
