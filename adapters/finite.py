@@ -18,9 +18,9 @@ def not_finite_error(what: str, number: float) -> RunError:
 
 class StopsAtNonFinite:
     """
-    Mixin that checks loss and gradient norm in each optimizer step, and each evaluation loss.
+    Mixin that requires a finite loss and gradient norm in each optimizer step.
 
-    With fp16, the gradient norm is not checked.
+    Each evaluation loss has to be finite too. With fp16, the gradient norm is not checked.
 
     ms-swift skips updates with NaN, and transformers logs another loss in place of NaN, so later
     losses would not show the fault.

@@ -68,7 +68,11 @@ def read_document(path: Path) -> dict[str, Any]:
 
 
 def _read_yaml(path: Path, wanted: str) -> Any:
-    """Return the value of a YAML file; ValueError names *wanted* if *path* is a folder."""
+    """
+    Return the value of a YAML file; ValueError with the reason if the file cannot be used.
+
+    If *path* is a folder, the message advises to name *wanted*.
+    """
     if path.is_dir():
         found = [*path.glob("*.yaml"), *path.glob("*.yml")]
         raise ValueError(f"is a folder: name {wanted}{f', such as {found[0]}' if len(found) == 1 else ''}")

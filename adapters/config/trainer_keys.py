@@ -1,5 +1,5 @@
 """
-Types, choices and bounds of the training arguments of ms-swift and TRL.
+Says which types, choices and bounds the training arguments of ms-swift and TRL have.
 
 The arguments are read from tables, since importing these libraries takes seconds. A setting that
 needs a missing package, or that this machine would ignore, is a fault.

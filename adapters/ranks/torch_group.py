@@ -278,7 +278,7 @@ def _await_readers(store: Store, key: str, world_size: int) -> None:
 
 
 def _await_soon(store: Store, keys: list[str]) -> bool:
-    """Return whether a store has *keys*, now or within `_ACKNOWLEDGE_S`."""
+    """Return whether a store has *keys* now, or gets them within `_ACKNOWLEDGE_S` seconds."""
     end = time.monotonic() + _ACKNOWLEDGE_S
     while not (found := store.check(keys)) and time.monotonic() < end:
         time.sleep(_CHECK_S)  # `wait` would print a warning if it times out
@@ -320,7 +320,7 @@ def wrap_rank_errors(rank: int) -> Iterator[None]:
 
 def join_launch(*, timeout_s: float = 1800.0, refusal: Exception | None = None) -> tuple[Store, int, int]:
     """
-    Wait until all ranks have connected to torchrun's store, and share errors that end the run.
+    Wait until all ranks have connected to torchrun's store, and pass on a rank's *refusal*.
 
     Args:
         timeout_s: Seconds to wait for the other ranks.

@@ -157,8 +157,8 @@ def _find_shards(folder: Path) -> list[Path]:
     """
     Return the Parquet or Arrow files in a folder, sorted by name; the folder itself if it has none.
 
-    DataSetError is raised if the files belong to several splits, or the folder has too many
-    entries.
+    DataSetError is raised if the files belong to several data sets or splits, or the folder has too
+    many entries.
     """
     entries = list(itertools.islice(folder.rglob("*"), _MOST_ENTRIES + 1))
     if len(entries) > _MOST_ENTRIES:

@@ -1,5 +1,5 @@
 """
-Downloads of remote data files and media into folders on this machine.
+Downloads remote data files and media into folders on this machine.
 
 Training reads records in shuffled order and should not need a network, so whole files are
 downloaded. Each download is stored under the digest of its content, with a note of its URL. At each
@@ -130,7 +130,7 @@ def _fetch_data_file(url: str, cache: Path) -> Path:
 
 
 def _download_version(url: str, folder: Path, version: FileVersion) -> Path:
-    """Download a data file; DataSetError if it is no longer *version* after the download."""
+    """Download a data file; DataSetError if the server's file is not *version* any more."""
     target, shown = folder / "fetched", mask_credentials(url)
     # The name's ending states the format.
     name = re.sub(r"[^\w.-]", "_", re.sub(r"[?#].*", "", url).rpartition("/")[2])[-100:].lstrip(".") or "data"

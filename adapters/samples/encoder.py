@@ -46,7 +46,7 @@ _SOUNDS = frozenset({"audio", "tts"})
 _REMEDY = "name a model that reads images in model.model, such as Qwen2.5-VL"
 
 _FETCHED_AT_ONCE = 16
-"""Number of records whose media are downloaded at the same time."""
+"""Largest number of records whose media are downloaded at the same time."""
 
 _TRIED = 1000
 """
@@ -70,7 +70,7 @@ class SwiftEncoder:
         records: FileRecords | None = None,
     ) -> None:  # fmt: skip
         """
-        Open the data files.
+        Open the data files, unless *records* has their records.
 
         Args:
             config: Configuration of the run whose records are encoded.
@@ -320,15 +320,18 @@ class SwiftEncoder:
 
     def _refuse_unsupported(self, index: int, sample: dict[str, Any]) -> None:
         """
-        Raise RecordError for media or tools that the template or this machine cannot read. The
-        error is also raised for a `loss` key that `template.loss_scale: all` would ignore.
+        Raise RecordError for media that the model or this machine cannot read.
+
+        The error is also raised for tools that the template cannot write, and for a `loss` key that
+        `template.loss_scale: all` would ignore.
         """
         name = self.template.template_meta.template_type
         for kind in ("images", "videos"):
             if kind in sample and not self.takes_images:
                 raise self.record_error(index, f"the record has {kind}, but the model reads text only", _REMEDY)
         if "videos" in sample and not self.takes_videos:
-            raise self.record_error(index, f"the record has videos, which Packplan cannot read for the template {name}")
+            reason = f"the record has videos, which Packplan cannot read for the template {name}: remove the record"
+            raise self.record_error(index, reason)
         if "videos" in sample and (why_not := decord_fault()) is not None and "pip install" in why_not:
             raise self.record_error(index, f"the record has videos, but {why_not}")
         has_tools = "tools" in sample or any(message["role"] in {CALL, RESPONSE} for message in sample["messages"])

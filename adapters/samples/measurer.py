@@ -103,7 +103,7 @@ class SwiftMeasurer:
         self, encoder: SwiftEncoder, *, workers: int = 1, join_cluster: Callable[[bool], BlockExecutor] | None = None
     ) -> None:
         """
-        Measure the samples of an encoder.
+        Prepare to measure the samples of an encoder.
 
         Args:
             encoder: Encoder of the samples.
@@ -148,7 +148,7 @@ class SwiftMeasurer:
         Encode sample *index* in full and measure it; see `LengthSource`.
 
         The first sample of each kind is compared with ms-swift's own encode; DataSetError is raised
-        if they differ.
+        if the two encodes differ.
         """
         sample = self._encoder.read_sample(index)
         return self._encoder.encode_and_measure(index, sample, compared=_is_new_kind(sample, self._compared_kinds))

@@ -162,7 +162,7 @@ class VideoFacts:
     head: int
     """
     First eight bytes of a SHA-256, as an int64. For a video file, the SHA-256 covers the first and
-    last 64 KiB. For listed frames, it covers the size and these parts of each frame's file.
+    last 64 KiB. For listed frames, it covers the size and the first and last 64 KiB of each file.
     """
 
     doubt: str | None = None

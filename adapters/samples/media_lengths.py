@@ -1,10 +1,10 @@
 """
 Computes the tokens and patches of images and videos from their sizes, without their pixels.
 
-For images there are two methods. One is the arithmetic of qwen_vl_utils, by which ms-swift resizes
-images for templates like Qwen-VL's. The other takes the numbers that the processor computes for a
-size. The method of a template is the first that agrees with encoded images of several sizes. Width
-and height are read from the header, since ms-swift ignores EXIF orientation.
+For images there are two methods. The first is the arithmetic of qwen_vl_utils, by which ms-swift
+resizes images for templates like Qwen-VL's. The second asks the processor for the numbers of tokens
+and patches. A template uses the first method that agrees with encoded images of several sizes.
+Width and height are read from the header, since ms-swift ignores EXIF orientation.
 
 For videos, the arithmetic of qwen_vl_utils gives the number of sampled frames and their scaled
 size. Two frames make one layer of patches. Qwen3-VL writes the time of each layer as text in front
@@ -195,7 +195,9 @@ class VideoCosts:
         return float(self.sampling.get("fps", vision_process.FPS))
 
     def _sampled_indices(self, facts: VideoFacts) -> tuple[list[int], float]:
-        """Return the sampled frames' indices, and the frame rate; ValueError for a single frame."""
+        """
+        Return the sampled frames' indices, and the rate; ValueError for a file with one frame.
+        """
         if not facts.rate:
             return list(range(vision_process.ceil_by_factor(facts.num_frames, FRAMES_PER_LAYER))), self._sampling_rate()
         if facts.num_frames < FRAMES_PER_LAYER:

@@ -39,7 +39,7 @@ _VERSIONS = (
     "ETag", "etag", "md5Hash", "generation", "oid", "blob_id", "LastModified", "Last-Modified", "last_modified",
     "created",
 )  # fmt: skip
-"""Keys of a file system's `info`; the first of them with a value is the version of a file."""
+"""Keys of a file system's `info`; the first key that has a value gives a file's version."""
 
 _DENIED = ("Credential", "Forbidden", "Unauthorized", "AccessDenied", "NoAuth")
 """Parts of class names of errors that mean missing or insufficient credentials."""

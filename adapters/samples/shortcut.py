@@ -248,7 +248,8 @@ def _add_stand_in(template: Template, counter: PieceCounter, medium: str) -> Non
     """
     Add the stand-in of a kind of medium to *counter* if its cost is constant.
 
-    The cost has to be the same in a sample with one stand-in, with two, and with other kinds.
+    The cost has to be the same in a sample with one stand-in, with two, and with stand-ins of other
+    kinds.
     """
     samples = [{medium: 1}, {medium: 2}]
     if counter.stand_ins:

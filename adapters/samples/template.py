@@ -243,7 +243,9 @@ def _refuse_media_template(template: Template) -> None:
 
 def _template_model(template: Template, arguments: RunArguments) -> Any:
     """
-    Return a template's model or, if it has none, as in a loader process, a dummy without weights.
+    Return a template's model, or a dummy without weights if the template has no model.
+
+    Templates in loader processes have no model.
     """
     if template.model is None and template.dummy_model is None:
         with torch.device("meta"):

@@ -168,7 +168,7 @@ def _decode_frames(path: str, indices: list[int]) -> np.ndarray[Any, np.dtype[np
     """
     Return the frames at ascending *indices*, rotated as a player shows them.
 
-    The dtype is uint8, the shape (frames, height, width, 3).
+    The dtype is uint8, and the shape is (frames, height, width, 3).
     """
     kept = []
     with open_video(path) as container:

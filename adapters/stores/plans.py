@@ -4,8 +4,9 @@ Stores a plan as `raw_plan.json` with its arrays, and `plan_ws<W>.json` for each
 If each epoch has its own plan, only the first plan is stored, and `schedule_ws<W>.json` has a
 record of each epoch.
 
-The arrays are published first and the manifest with their digests last, so a reader finds a whole
-plan or none. `verdict.json` in the same folder has the probe's verdict on the run's model.
+The arrays are published first, and the manifest with their digests is published last. So a reader
+finds a whole plan or none. `verdict.json` in the same folder has the probe's verdict on the run's
+model.
 """
 
 import logging

@@ -105,7 +105,7 @@ class ArrowFile(RecordFile):
             held.validate()
             return drop_nulls(held.row(row - int(self._ends[number])))
         except (pa.ArrowException, UnicodeDecodeError, ValueError, OverflowError) as error:
-            raise ValueError(f"the row is damaged: {_reason(error)}") from None
+            raise ValueError(f"the row is damaged, so copy the file again: {_reason(error)}") from None
 
     def _read_digest(self, row: int) -> bytes:
         try:

@@ -120,7 +120,7 @@ class LinesFile(RecordFile):
             yield self._read_bytes(place, min(place + CHUNK, end))
 
     def _read_bytes(self, start: int, end: int) -> bytes:
-        """Read and return the bytes *start* to *end* - 1; the file is not mapped."""
+        """Read and return the bytes *start* to *end* - 1, without mapping the file into memory."""
         kept = self._descriptor
         descriptor = os.open(self.path, os.O_RDONLY | os.O_CLOEXEC) if kept is None else kept
         if kept is None and len(_KEPT) < _most_kept():
@@ -170,7 +170,7 @@ def _parse_record(text: bytes) -> Any:
         reason = _TOO_LONG if "sys.set_int_max_str_digits" in str(error) else str(error)
         raise ValueError(f"the record is not valid JSON: {reason}") from None
     except RecursionError:
-        raise ValueError("the record is nested too deeply") from None
+        raise ValueError("the record is nested too deeply: flatten it") from None
     return value
 
 

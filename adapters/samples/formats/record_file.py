@@ -34,7 +34,9 @@ Version of cached arrays; increase it if digests or positions of records are com
 """
 
 MIN_CACHED_BYTES = 2**20
-"""Smallest size in bytes of a data file whose arrays are cached; a copy's are always cached."""
+"""
+Smallest size in bytes of a data file whose arrays are cached. Arrays of a copy are always cached.
+"""
 
 _SCHEMA = f"packplan.kept/{VERSION}"
 
@@ -54,7 +56,7 @@ class FileCache:
         Args:
             folder: Folder of cached arrays; None caches nothing.
             parts: Paths of the file's parts, one for a file in one piece.
-            kind: Meaning of the arrays, which becomes a part of their file name.
+            kind: Kind of the arrays; each kind is stored in files of its own.
             is_copy: Whether the file is a copy that is named by the digest of its content. Only the
                 size of a copy is compared; other changes are found when a record is read.
         """
@@ -160,7 +162,8 @@ class RecordFile:
             parts: Files to read: the file, its copy, or the files of a folder.
             name: Name of the file in messages.
             folder: Folder that relative media paths of the records start at.
-            copy: Path of the copy that is read in place of the file; None if there is none.
+            copy: Path of the copy that is read in place of the file; None if the file itself is
+                read.
             max_bytes: Largest text of a record in bytes; a larger record is refused when it is
                 read. None accepts any size.
             cache: Folder of cached arrays; None caches nothing.

@@ -1,5 +1,5 @@
 """
-Copies files that allow no random access: Parquet as Arrow, all other files as JSON Lines.
+Copies files that allow no random access: Parquet becomes Arrow, other formats become JSON Lines.
 
 Each line of a copy is one line of the original file, or one row of its array or table. So messages
 can name the place in the original. A copy is named by the digest of the original. It is published
@@ -72,7 +72,7 @@ def make_copy(path: Path, cache: Path | None, *, kind: str, name: str) -> Path:
 
     Args:
         path: File to copy.
-        cache: Folder of copies; None refuses to write one.
+        cache: Folder of copies; None refuses to copy the file.
         kind: Format of the file, which is `lines`, `array`, `parquet`, or a key of `DELIMITERS`.
         name: Name of the file in messages.
 
