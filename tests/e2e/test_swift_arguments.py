@@ -86,7 +86,7 @@ def test_a_folder_of_ms_swift_names_its_template(demo, tmp_path):
     assert "qwen3_nothinking" == read_command("sft", words)[0].template
     assert ("qwen3", "qwen3") == swift_types(saved, TemplateConfig(template="qwen3"))
     (folder / "args.json").write_text("{")
-    with pytest.raises(ConfigError, match=r"model\.model has an args\.json that cannot be read"):
+    with pytest.raises(ConfigError, match=r"model\.model has an unreadable args\.json, in "):
         swift_types(saved, TemplateConfig())
 
 
