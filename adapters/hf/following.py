@@ -322,7 +322,10 @@ class ComputesPacks:
         return output
 
     def prediction_step(self, model: Any, inputs: dict[str, Any], *args: Any, **options: Any) -> Any:
-        """Return loss, logits and labels of a batch, and add its loss to the mean over tokens."""
+        """
+        Return loss, logits and labels of a batch. In an evaluation of packs, its loss is added to
+        the mean over tokens.
+        """
         if self._evaluated is None:
             return super().prediction_step(model, inputs, *args, **options)  # type: ignore[misc]
         refuse_other_packs([inputs], islice(self._evaluated.expected, 1))

@@ -75,9 +75,9 @@ def refuse_misuse(trainer: Any, plan: Any, eval_plan: Any) -> None:
     Refuse arguments of `use_plan` that are no supported trainer, or no plans for its data sets.
 
     Args:
-        trainer: First argument of `use_plan`.
-        plan: Second argument of `use_plan`.
-        eval_plan: Plan of the evaluation data, or None.
+        trainer: Object that may be a supported trainer.
+        plan: Object that may be a plan of the training data, or a packing length.
+        eval_plan: The same for the evaluation data; None leaves them unplanned.
 
     Raises:
         ArgumentError: An argument has a wrong type, or the trainer or its data sets cannot follow a

@@ -98,7 +98,8 @@ def text_pack_stats(plan: Plan, model: Any) -> PackStats:
 
 def drop_pack_rates(logs: dict[str, float], *, of_evaluation: bool = True) -> dict[str, float]:
     """
-    Remove samples per second from *logs*, since trainers count packs, and return *logs*.
+    Remove samples per second from *logs*, since trainers would count packs as samples; return
+    *logs*.
 
     Args:
         logs: Values to log.

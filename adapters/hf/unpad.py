@@ -130,10 +130,11 @@ def separate_samples(
     Make a model attend only within each sample of a packed row; return the attention that it uses.
 
     A model loaded with `attn_implementation="packplan"` takes the fastest attention that passes the
-    probe. A model with another attention keeps it. The probe runs for some seconds, on a small copy
-    of the model and then on the model itself. Gradients between samples have to be exactly 0, and
-    the results of each sample have to equal those of the sample alone. `config.use_cache` is set to
-    False, since transformers keeps samples apart only in calls without a cache.
+    probe. A model that was loaded with another attention keeps that attention. The probe runs for
+    some seconds, on a small copy of the model and then on the model itself. Gradients between
+    samples have to be exactly 0, and the results of each sample have to equal those of the sample
+    alone. `config.use_cache` is set to False, since transformers keeps samples apart only in calls
+    without a cache.
 
     Args:
         model: Model of transformers, perhaps with adapters.

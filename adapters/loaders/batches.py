@@ -29,7 +29,7 @@ Key in `stateful_callbacks` of a trainer's state, under which the progress of a 
 
 TRAINER = "trainer"
 """
-Key beside the progress, under which the name of the trainer's library class is stored. Older
+Key beside the progress, under which the name of the trainer's class in its library is stored. Older
 checkpoints lack this key.
 """
 

@@ -163,7 +163,7 @@ class PackInputs:
     """Collator that makes a padded batch of rows."""
 
     of_pairs: bool = False
-    """Whether samples are preference data; their batches are returned as the collator made them."""
+    """Whether samples are preference data; their labels stay as the collator has made them."""
 
     def __call__(self, packs: Sequence[PackOfRows]) -> dict[str, Any]:
         """

@@ -161,7 +161,7 @@ class _SequenceFields:
         """
         found = [int(length) for length in data.get(self.input_lengths_key, ())]
         if found and layout is not None and found != layout.lengths.tolist():
-            raise ValueError(f"the lengths in field {self.input_lengths_key} differ from the row's lengths")
+            raise ValueError(f"field {self.input_lengths_key} has other lengths than the row: pass the row's fields")
         return found or None
 
 
@@ -374,10 +374,8 @@ def _loss_name(loss: object) -> str:
 
 def _require_positions(logits: torch.Tensor, num_positions: int) -> None:
     if logits.shape[:2] != (1, num_positions):
-        message = (
-            f"the layout has {num_positions} positions in 1 row, but the logits have the shape {tuple(logits.shape)}"
-        )
-        raise ValueError(message)
+        fact = f"the layout has {num_positions} positions in 1 row, but the logits have the shape {tuple(logits.shape)}"
+        raise ValueError(f"{fact}: pass the logits of that row")
 
 
 def _sequence_entry(value: Any, number: int, length: int, dim: int | None) -> Any:

@@ -149,10 +149,8 @@ def _refuse_crossing_labels(row: PackedBatch) -> None:
     if row.labels is None:
         return
     if row.labels.shape != row.shape:
-        shape = tuple(row.labels.shape)
-        raise ArgumentError(
-            "packed_batch", f"the packed batch has labels of shape {shape}, but {shape_text(row.shape)}"
-        )
+        fact = f"the packed batch has labels of shape {tuple(row.labels.shape)}, but {shape_text(row.shape)}"
+        raise ArgumentError("packed_batch", f"{fact}: give each token a label")
     for number, (before, (at, span)) in enumerate(pairwise(row.places), 1):
         if before[0] == at and int(row.labels[at, span.start]) != IGNORED_LABEL:
             fact = f"sample {number - 1} would learn the first token of sample {number}: set its label to -100"

@@ -142,7 +142,7 @@ class WatchedPass:
         the largest gradient.
 
         Args:
-            result: Tensor of the pass.
+            result: Node of a tensor that the pass has computed.
             readers: Indices of the samples to test; None takes all.
         """
         drawn = torch.randn(result.example.shape, generator=torch.Generator().manual_seed(_SEED))

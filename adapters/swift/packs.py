@@ -164,6 +164,6 @@ class PackCollator:
         self._collate = collate
 
     def __call__(self, packs: list[PackOfRows]) -> dict[str, Any]:
-        """Return the inputs of the model for a batch of packs."""
+        """Return the model's inputs for a batch of packs, and the pack indices under `PACK`."""
         indices = [rows.pack for rows in packs]
         return {**self._collate(list(packs)), PACK: indices}

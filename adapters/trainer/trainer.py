@@ -4,7 +4,7 @@ ms-swift's trainer on packs of a plan or of a stream.
 The trainer has these fixes, without which training would go wrong, in most cases silently:
 
 - the fourth row of position ids, which keeps samples apart
-- a loss normaliser over all ranks
+- a divisor of the loss that is summed over all ranks
 - NEFTune noise that is scaled for each sample, not for a whole row
 - an evaluation loss that is a mean over tokens, not over packs
 - weights that are restored exactly as they were saved

@@ -225,7 +225,10 @@ class StreamTrainer(CheckedTrainer):
             Trainer.log(self, logs)
 
     def totals(self) -> StreamTotals:
-        """Return the counts over all epochs. Every rank has to call this method."""
+        """
+        Return the counts of samples over all ranks and all epochs so far. Every rank has to call
+        this method.
+        """
         counts = self._earlier + self._epoch_counts()
         *summed, trained = self.sum_over_ranks(torch.tensor([*attrs.astuple(counts), self._trained])).tolist()
         return StreamTotals(StreamCounts(*summed), trained)
