@@ -403,7 +403,8 @@ class ServesPacks(KeepsCheckpoints, StopsAtNonFinite, ComputesPacks, LogsPacks, 
         check: bool = True,
     ) -> None:
         """
-        Make the trainer load the packs of a plan, and print a table of the planned run.
+        Make the trainer load the packs of a plan, and keep its checkpoints safe (see
+        `KeepsCheckpoints`). Print a table of the planned run.
 
         Args:
             schedule: Order of the packs, in which a group of ranks that share rows counts as one

@@ -142,7 +142,8 @@ class TrainsPairs(ServesPacks):
 
     def prediction_step(self, *args: Any, **options: Any) -> Any:
         """
-        Compute a batch as the trainer does, but leave a repeated batch out of sums over ranks.
+        Compute a batch as the trainer does. A trainer without `_metrics` sums its values over
+        ranks, so a repeated batch is then left out of these sums.
         """
         gather, share = self.accelerator.gather_for_metrics, float(not self._repeats)
         sums = {"gather_for_metrics": lambda one: gather(share * one)} if self._metrics is None else {}

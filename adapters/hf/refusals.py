@@ -41,7 +41,10 @@ UNPLANNED_EVALUATION = (
 
 
 def library_class(trainer: Any) -> str | None:
-    """Return the name of the class of transformers, TRL or ms-swift that a trainer derives from."""
+    """
+    Return the name of the class of transformers, TRL or ms-swift that a trainer derives from, or
+    None.
+    """
     libraries = ("transformers.", "trl.", "swift.")
     return next((kind.__name__ for kind in type(trainer).__mro__ if kind.__module__.startswith(libraries)), None)
 

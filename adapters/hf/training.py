@@ -363,7 +363,10 @@ class _PlannedTraining(ServesPacks):
     """Argument that decides the steps -> value before `use_plan`, and value in training."""
 
     def train(self, *args: Any, **options: Any) -> Any:
-        """Train as `ServesPacks` does; ArgumentError if the plan was made for other settings."""
+        """
+        Train as `ServesPacks` does; ArgumentError if settings or data sets have changed since
+        `use_plan`.
+        """
         changed = []
         for name, (given, planned) in self.planned_arguments.items():
             if (now := getattr(self.args, name)) == given:

@@ -113,7 +113,7 @@ def _kept_parts(value: Any, keep: Callable[[Any], Any | None]) -> list[Any]:
 def first_mixing_module(model: torch.nn.Module, packed: PackedBatch, reader: int) -> NamedModule | None:
     """
     Return the first module whose output mixes a sample with another sample, while its input does
-    not.
+    not; None if no such module is found.
 
     Args:
         model: Model in evaluation mode.
@@ -149,7 +149,8 @@ def first_different_module(
     model: torch.nn.Module, packed: PackedBatch, alone: Mapping[str, Any], place: Place, *, limit: float
 ) -> NamedModule | None:
     """
-    Return the first module whose outputs for a packed sample and for the sample alone differ.
+    Return the first module whose outputs for a packed sample and for the sample alone differ, while
+    its inputs agree. Return None if no such module is found.
 
     Args:
         model: Model in evaluation mode.

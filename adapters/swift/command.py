@@ -298,7 +298,7 @@ def prepare_arguments(arguments: Any, *, degrees: Degrees = 1) -> None:
     This function replaces ms-swift's own check, which requires flash attention.
 
     Args:
-        arguments: Arguments of a command of ms-swift, which are changed.
+        arguments: Arguments of a command of ms-swift, which are changed in place.
         degrees: See `Degrees`.
 
     Raises:
