@@ -288,7 +288,7 @@ def _split_by_fill(grouped: Packs, sizes: IntArray, policy: PlanPolicy, capacity
 
 def no_samples_error() -> ArgumentError:
     """Return the error for a data set without samples."""
-    return ArgumentError("empty", "the data set is empty: 0 samples give no pack")
+    return ArgumentError("empty", "the data set is empty: give at least one sample")
 
 
 def _no_packs_error(lengths: IntArray, skipped: IntArray, dropped: Packs, policy: PlanPolicy) -> ArgumentError:

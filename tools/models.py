@@ -392,7 +392,7 @@ def main(arguments: list[str] | None = None) -> int:
             page = replace_families(before, families_page(verdicts, date=date))
         elif options.part == "unpadded":
             reasons = probe_unpadded(options.names)
-            results = "".join(f"{name}: {one or 'every padding is left out'}\n" for name, one in reasons.items())
+            results = "".join(f"{name}: {one or 'all padding is left out'}\n" for name, one in reasons.items())
             page = replace_unpadded(before, unpadded_section(reasons, date=date))
         else:
             rows = probe_vision(options.names)

@@ -1,11 +1,11 @@
 """
 Size of each part of the project in lines of code: `python3 tools/size.py`.
 
-A line counts as code if it holds more than a docstring, a comment or blanks. For tests, all lines
-count, and for pages words. A room is a set of files with a ceiling, the largest allowed size.
-`rooms` prints the size of each room beside its ceiling, and `lower` lowers the ceilings. `check`
-names the rooms above their ceilings, with exit status 1 if there is one. The program needs nothing
-but Python itself.
+A line counts as code if it holds more than a docstring, a comment or blanks. The size of tests is
+their number of lines, and the size of pages their number of words. A room is a set of files with a
+ceiling, the largest allowed size. `rooms` prints the size of each room beside its ceiling, and
+`lower` lowers the ceilings. `check` names the rooms above their ceilings, with exit status 1 if
+there is one. The program needs nothing but Python itself.
 """
 
 import ast

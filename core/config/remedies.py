@@ -41,7 +41,7 @@ REMEDIES: Mapping[str, str] = MappingProxyType(
         "borrowed_lengths": "to measure here, remove training.packing_lengths_from",
         "table_lengths": "to measure here, remove custom.lengths; packplan measure --config writes a table that fits",
         "changed_plan": "restore the data and the settings, or start a new run from the checkpoint's weights: load the "
-        "model from that folder, and remove resume_from_checkpoint",
+        "model from the checkpoint, and remove resume_from_checkpoint",
         "fewer_ranks": "start as many ranks as before, or share no pack (training.sequence_parallel_size: 1)",
         "changed_order": "install the version that wrote the checkpoint: the present one trains packs in another order",
         **dict.fromkeys(("changed_image", "changed_sample"), MEASURE_AGAIN),

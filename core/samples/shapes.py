@@ -352,7 +352,7 @@ def _source_image(source: Mapping[str, Any]) -> str:
         return f"data:{source.get('media_type')};base64,{source['data']}"
     if isinstance(source.get("url"), str):
         return str(source["url"])
-    return fail("has an image whose source is neither base64 nor a url")
+    return fail("has an image whose source is neither base64 nor a url: write one of the two")
 
 
 def _split_pair(message: Mapping[str, Any]) -> Iterator[dict[str, Any]]:

@@ -101,8 +101,9 @@ class Sharding:
     works: NDArray[np.float64]
     """
     Work of each microbatch, including padding; shape (num_microbatches,). With a work model, the
-    unit is FLOPs. With works of sequences, the work is their sum. Without either, the work is the
-    sum of squared row widths, or of squared padded sequence lengths if packed.
+    unit is FLOPs. If the caller gave works of sequences, the work is the sum of these works.
+    Without either, the work is the sum of squared row widths, or of squared padded sequence lengths
+    if packed.
     """
 
     capacity: int
