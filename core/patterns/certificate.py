@@ -1,5 +1,5 @@
 """
-Upper and lower bounds on the number of packs. The cheapest bounds are computed first, until an
+Upper and lower bounds on the number of packs. Bounds are computed, the cheapest first, until an
 upper bound equals a lower bound.
 """
 

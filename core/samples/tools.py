@@ -107,7 +107,7 @@ def _call_message(call: Mapping[str, Any]) -> dict[str, Any]:
 def to_text_content(message: dict[str, Any]) -> dict[str, Any]:
     """
     Return a message with its tool call or tool answer as text. Raise a ValueError if the call or
-    the answer is invalid.
+    the answer is invalid. Other messages, and answers with images or videos, do not change.
     """
     if message.get("role") == CALL:
         return {**message, "content": call_text(message.get("content"))}

@@ -295,5 +295,5 @@ class EpochStats:
 
 
 def _sum_rows(works: NDArray[np.float64], num_rows: int) -> NDArray[np.float64]:
-    """Sum every *num_rows* neighbouring rows. The last sum may have fewer rows."""
+    """Sum every *num_rows* neighbouring rows. The last sum may be over fewer rows."""
     return np.add.reduceat(works, np.arange(0, len(works), num_rows), axis=0)
