@@ -14,10 +14,12 @@ from typing import Any
 
 from packplan.app.cli.command import add_logging_options, command_parser, parse_ranks, run_command, run_program
 from packplan.app.opening.commands import resolve_command, split_command
-from packplan.app.opening.stores import write_new_file
+from packplan.app.opening.policies import policy_of_split
+from packplan.app.opening.stores import find_stored_plan, write_new_file
 from packplan.app.plan.build import add_left_out_option, build_command
+from packplan.app.plan.stored import setting_differences
 from packplan.app.planning.log_lines import row_checksum
-from packplan.core.errors import ConfigError
+from packplan.core.errors import ConfigError, NotBuiltError
 
 _TEXT = '''"""Trains the packs of a plan inside ms-swift: swift sft ... --packing true --external_plugins {name}"""
 
@@ -90,13 +92,31 @@ def main(arguments: list[str] | None = None) -> int:
 
 def install(**options: Any) -> None:
     """
-    Install the plugin in ms-swift, with a function that finds stored lengths; see
+    Install the plugin in ms-swift, with functions that read stored lengths and plans; see
     `adapters.swift.install`.
     """
     from packplan.adapters import swift
     from packplan.app.opening.command_rows import take_stored_lengths
 
-    swift.install(take_stored=take_stored_lengths, **options)
+    swift.install(take_stored=take_stored_lengths, find_changes=find_changes, **options)
+
+
+def find_changes(pipeline: Any) -> list[str]:
+    """
+    Return each argument of a pipeline of ms-swift that has changed since its plan was stored, with
+    both values.
+    """
+    from packplan.adapters.swift.command import run_of_arguments
+
+    arguments = pipeline.args
+    config = run_of_arguments(arguments, arguments.global_world_size)
+    try:
+        plan, lengths = find_stored_plan(Path(arguments.packplan_output_dir), "train")
+    except NotBuiltError:  # the plan was stored elsewhere
+        return []
+    key = policy_of_split(config, "train").fingerprint(str(plan.key.inputs["lengths"]))
+    of_lengths = () if lengths is None else setting_differences(config, lengths)
+    return [*map(str, (*of_lengths, *plan.key.differences(key)))]
 
 
 if __name__ == "__main__":

@@ -10,7 +10,8 @@ The commands print these figures. A script can compute the same figures from a l
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import re
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import pairwise
 from types import MappingProxyType
 from typing import Any, Literal
@@ -26,7 +27,16 @@ from packplan.core.packers import ALGORITHMS, pack
 from packplan.core.packs import Packs, filled_tokens
 from packplan.core.patterns.certificate import BoundKind
 from packplan.core.plan import RawPlan, unsupervised_samples
-from packplan.core.samples.tables import MEDIA_COLUMNS, DataFile, MediaTable, Table, column, num_media, sample_indices
+from packplan.core.samples.tables import (
+    MEDIA_COLUMNS,
+    BadRecord,
+    DataFile,
+    MediaTable,
+    Table,
+    column,
+    num_media,
+    sample_indices,
+)
 from packplan.core.schedule import EpochSchedule, EpochStats, PackStats
 from packplan.core.work.model import SampleWorks
 
@@ -41,6 +51,9 @@ _PLAN_FIELDS = (
     "num_tokens", "planned_tokens", "long_tokens", "skipped_tokens", "dropped_tokens",
 )  # fmt: skip
 """Fields of `PlanSummary` that are copied from attributes of the plan with the same names."""
+
+MOST_NAMED = 5
+"""Maximum number of bad records that a message names; `packplan plan show --all` lists all."""
 
 _MOST = 0.5
 """
@@ -242,23 +255,15 @@ def summarise(
         saved = 1 - plan.planned_tokens / padded_positions(array[plan.packs.indices], batch_size=batch_size)
     return PlanSummary(
         **{name: getattr(plan, name) for name in _PLAN_FIELDS},
-        num_packs=len(plan.packs),
-        gap=gap,
-        long_samples=len(plan.single_long),
-        skipped_samples=len(plan.skipped_long),
+        num_packs=len(plan.packs), gap=gap, long_samples=len(plan.single_long), skipped_samples=len(plan.skipped_long),
         supervised_tokens=None if supervised is None else int(np.asarray(supervised)[plan.packs.indices].sum()),
         unsupervised_samples=None if supervised is None else unsupervised_samples(plan, supervised).size,
-        dropped_packs=len(plan.dropped_packs),
-        longest_pack=int(loads.max()),
+        dropped_packs=len(plan.dropped_packs), longest_pack=int(loads.max()),
         # Integer arithmetic, because 1.1 has no exact binary fraction.
         oversized_packs=int((loads * 10 > plan.packing_length * 11).sum()),
-        token_coverage=plan.planned_tokens / plan.num_tokens,
-        samples_per_pack=samples_per_pack,
-        fill_mean=mean,
-        fill_p5=p5,
-        fill_worst=worst,
-        padding_saved=saved,
-    )
+        token_coverage=plan.planned_tokens / plan.num_tokens, samples_per_pack=samples_per_pack,
+        fill_mean=mean, fill_p5=p5, fill_worst=worst, padding_saved=saved,
+    )  # fmt: skip
 
 
 def summarise_schedule(
@@ -291,22 +296,16 @@ def summarise_schedule(
     imbalances = per_step.max(axis=1) / per_step.mean(axis=1)
     accumulation = schedule.gradient_accumulation_steps
     return ScheduleSummary(
-        world_size=schedule.world_size,
-        packs_per_rank=aligned // schedule.world_size,
-        packs_by_degree=count_degrees(degrees),
-        rank_tokens=int((-(-pack_stats.tokens // degrees)).max()),
-        repeated_packs=max(0, aligned - int(degrees.sum())),
-        unaligned_packs=max(0, int(degrees.sum()) - aligned),
+        world_size=schedule.world_size, packs_per_rank=aligned // schedule.world_size,
+        packs_by_degree=count_degrees(degrees), rank_tokens=int((-(-pack_stats.tokens // degrees)).max()),
+        repeated_packs=max(0, aligned - int(degrees.sum())), unaligned_packs=max(0, int(degrees.sum()) - aligned),
         gradient_accumulation_steps=accumulation,
         effective_batch_size=schedule.world_size * schedule.batch_size * accumulation,
-        steps_per_epoch=schedule.steps_per_epoch,
-        total_steps=schedule.total_steps,
+        steps_per_epoch=schedule.steps_per_epoch, total_steps=schedule.total_steps,
         last_step_batches=schedule.batches_per_epoch % accumulation or accumulation,
-        work_per_step=float(per_step.sum(axis=1).mean()),
-        work_imbalance=float(imbalances.mean()),
-        worst_work_imbalance=float(imbalances.max()),
-        microbatch_imbalance=stats.microbatch_imbalance(0, steps),
-    )
+        work_per_step=float(per_step.sum(axis=1).mean()), work_imbalance=float(imbalances.mean()),
+        worst_work_imbalance=float(imbalances.max()), microbatch_imbalance=stats.microbatch_imbalance(0, steps),
+    )  # fmt: skip
 
 
 def describe_training(
@@ -388,6 +387,27 @@ def describe_long_samples(plan: RawPlan, lengths: Lengths, setting: str) -> str:
         f"{counted(plan.packing_length, 'token')}, so each is a pack by itself, of up to {tokens.max():,} tokens. With "
         f"{setting} {enough:,}, {100 * int((samples <= enough).sum()) // len(samples)} % of the samples would fit"
     )
+
+
+def failure_lines(records: Sequence[BadRecord]) -> Iterator[str]:
+    """
+    Yield bad records grouped by reason, the most frequent reason first, with the first locations of
+    each.
+
+    Args:
+        records: Bad records, ascending. Reasons that differ only in numbers form one group.
+
+    >>> bad = [BadRecord(index, f"line {index}", f"has {index} images", "") for index in (3, 7)]
+    >>> list(failure_lines(bad))
+    ['2 records: has 3 images', '  line 3; line 7']
+    """
+    groups: dict[str, list[BadRecord]] = {}
+    for one in records:
+        groups.setdefault(re.sub(r"\d[\d,.]*", "N", one.reason), []).append(one)
+    for group in sorted(groups.values(), key=len, reverse=True):
+        more = f"; and {len(group) - MOST_NAMED:,} more" if len(group) > MOST_NAMED else ""
+        yield f"{counted(len(group), 'record')}: {group[0].reason}"
+        yield f"  {'; '.join(one.where for one in group[:MOST_NAMED])}{more}"
 
 
 def describe_resume(schedule: EpochSchedule, name: str = "pack") -> str:
@@ -520,10 +540,10 @@ def summarise_sources(
             tuple(file for file in files if file.source == name),
             longest_sample=int(own.max(initial=0)),
             length_quantiles=length_quantiles(own),
-            **{field: int(values[number]) for field, values in counts.items()},
+            **{name: int(each[number]) for name, each in counts.items()},
         )
         for number, (name, own) in enumerate(zip(names, lengths, strict=True))
-    )
+    )  # fmt: skip
 
 
 def _count_by_source(
@@ -544,12 +564,8 @@ def _count_by_source(
         return np.bincount(owners[samples], values, num_sources).astype(np.int64)
 
     everything = sample_indices(table)
-    parts = {
-        "num": everything,
-        "planned": plan.packs.indices,
-        "dropped": plan.dropped_packs.indices,
-        "skipped": np.array(plan.skipped_long, dtype=np.int64),
-    }
+    parts = {"num": everything, "planned": plan.packs.indices, "dropped": plan.dropped_packs.indices}
+    parts["skipped"] = np.array(plan.skipped_long, dtype=np.int64)
     pack_of = np.repeat(np.arange(len(plan.packs)), plan.packs.sizes())
     met = np.unique(pack_of * num_sources + owners[plan.packs.indices]) % num_sources
     media_owners = np.repeat(owners, num_media(table))

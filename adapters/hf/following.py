@@ -217,10 +217,8 @@ class FollowsSchedule:
     def _run_epoch(self, *, epoch: int, **options: Any) -> None:
         """Train the remaining batches of an epoch; `get_batch_samples` checks each of them."""
         schedule = self.schedule
-        options |= {
-            "steps_in_epoch": schedule.num_remaining_batches(epoch),
-            "num_update_steps_per_epoch": schedule.num_remaining_steps(epoch),
-        }
+        options["steps_in_epoch"] = schedule.num_remaining_batches(epoch)
+        options["num_update_steps_per_epoch"] = schedule.num_remaining_steps(epoch)
         self.pack_batches.set_epoch(epoch)  # the sampler is elsewhere if the last epoch was stopped early
         self._expected = iter(schedule.batches(epoch, rank=self.pack_batches.rank))
         with self._around_epoch(epoch):

@@ -301,14 +301,11 @@ def _make_schedule(
         raise ArgumentError("host", fact)
     world_size = count_row_groups(args.world_size, 1 if row_ranks == "auto" else row_ranks)
     return plan.schedule(
-        world_size=world_size,
+        world_size=world_size, epochs=args.num_train_epochs, max_steps=args.max_steps,
         packs_per_step=world_size * args.per_device_train_batch_size * args.gradient_accumulation_steps,
-        epochs=args.num_train_epochs,
-        max_steps=args.max_steps,
-        drop_last=args.dataloader_drop_last,
-        seed=args.seed if args.data_seed is None else args.data_seed,
+        drop_last=args.dataloader_drop_last, seed=args.seed if args.data_seed is None else args.data_seed,
         degrees=(most or "auto") if row_ranks == "auto" else 1,
-    )
+    )  # fmt: skip
 
 
 def _unpad_for_loss(trainer: Any, groups: RowGroups | None, *, check: bool) -> list[Unpadding]:

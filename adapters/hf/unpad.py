@@ -261,12 +261,8 @@ def _find_stack(model: Any, asked: Any, *, native: str, logits: bool) -> tuple[T
     best.unpacked_sides = frozenset(side for side in PADDINGS if side in why_not)
     for side, reason in why_not.items():
         level = logging.WARNING if side == "left of" else logging.INFO
-        log.log(
-            level,
-            "calls with padding %s tokens are computed with padding, since results would differ: %s",
-            side,
-            reason,
-        )
+        text = "calls with padding %s tokens are computed with padding, since results would differ: %s"
+        log.log(level, text, side, reason)
     return best, why_not
 
 

@@ -249,16 +249,11 @@ class PackLoader(DataLoader[Any]):
 
     def __init__(self, packs: Any, args: Any, **options: Any) -> None:
         self.device = args.device
-        workers = {
-            "num_workers": args.dataloader_num_workers,
-            "pin_memory": args.dataloader_pin_memory,
-            "persistent_workers": args.dataloader_persistent_workers,
-            "prefetch_factor": args.dataloader_prefetch_factor,
-            # Loaders draw a seed when they start. Drawn from the global generator, it would change
-            # later dropout.
-            "generator": torch.Generator(),
-        }
-        super().__init__(packs, **(workers | options))
+        names = ("num_workers", "pin_memory", "persistent_workers", "prefetch_factor")
+        workers = {name: getattr(args, f"dataloader_{name}") for name in names}
+        # Loaders draw a seed when they start. Drawn from the global generator, it would change
+        # later dropout.
+        super().__init__(packs, **(workers | {"generator": torch.Generator()} | options))
 
     def _get_iterator(self) -> Any:
         """Start the worker processes, and delay a Ctrl-C until all of them have started."""

@@ -145,13 +145,11 @@ class RowSource:
         """
         num = len(self.rows)
         share = range(num)[rank * num // world_size : (rank + 1) * num // world_size]
-        read: dict[str, Any] = {
-            "dataset": [share[start : start + _BLOCK] for start in range(0, len(share), _BLOCK)],
-            "batch_size": None,
-            "collate_fn": partial(self._read_block, decode=decode or self.stored is None),
-            "num_workers": num_workers,
-            "generator": torch.Generator(),  # draws nothing of the training's own
-        }
+        blocks = [share[start : start + _BLOCK] for start in range(0, len(share), _BLOCK)]
+        collate = partial(self._read_block, decode=decode or self.stored is None)
+        # The generator draws nothing of the training's own.
+        read: dict[str, Any] = {"dataset": blocks, "batch_size": None, "collate_fn": collate}
+        read |= {"num_workers": num_workers, "generator": torch.Generator()}
         facts: list[tuple[bytes, int, int]] = []
         bar: dict[str, Any] = {"unit": " rows", "delay": BRIEF_S, "leave": False, "disable": rank > 0}
         with progress(total=len(share), desc="reading rows", **bar) as shown:

@@ -14,6 +14,7 @@ from packplan.adapters.loaders.packs import PACK, PackOfRows
 from packplan.adapters.loaders.rows import UNKNOWN, RowFacts, refuse_other_lengths, tensor_bytes
 from packplan.core.batch import IGNORED_LABEL
 from packplan.core.errors import DataSetError
+from packplan.core.samples.tables import BadRecord
 from packplan.core.surface import Plan, plan
 
 ALGORITHMS = {"binpack": "constant_volume", "sequential": "concatenative"}
@@ -27,18 +28,52 @@ Columns that `RowFactsPreprocessor` adds: digest of the encoded row, and number 
 tokens.
 """
 
+_REASON = "packplan_reason"
+"""Column with the reason why a row cannot be encoded, which is empty for all other rows."""
+
 
 class RowFactsPreprocessor(AddLengthPreprocessor):  # type: ignore[misc]  # has no types
-    """Preprocessor that adds lengths, a digest and the number of supervised tokens to each row."""
+    """
+    Preprocessor that adds lengths, a digest and the number of supervised tokens to each row. Rows
+    that cannot be encoded stay until `take_bad_rows`, with the reason.
+    """
+
+    _strict = True
+
+    def batched_preprocess(self, batched_row: Row, *, strict: bool, **options: Any) -> Row:
+        """Preprocess rows; with *strict*, raise the error of the first row that fails."""
+        self._strict = strict
+        rows: Row = super().batched_preprocess(batched_row, strict=strict, **options)
+        return rows
 
     def preprocess(self, row: Row) -> Row:
         """
         Return the row, not encoded, with its lengths, its digest and its number of supervised
         tokens.
         """
-        encoded = EncodePreprocessor.preprocess(self, row)
+        try:
+            encoded, reason = EncodePreprocessor.preprocess(self, row), ""
+        except Exception as error:  # whatever ms-swift's templates raise
+            if self._strict:
+                raise
+            encoded, reason = {"lengths": [0]}, f"{type(error).__name__}: {error}"
         digest, supervised = encoded_row_facts(encoded)
-        return {**row, "lengths": encoded["lengths"], _DIGEST: digest, _SUPERVISED: supervised}
+        facts = {"lengths": encoded["lengths"], _DIGEST: digest, _SUPERVISED: supervised, _REASON: reason}
+        return {**row, **facts}
+
+
+def take_bad_rows(rows: Any) -> tuple[Any, list[BadRecord]]:
+    """
+    Return the rows of a data set that ms-swift can encode, or None if there are none, and the other
+    rows with their reasons.
+    """
+    if _REASON not in getattr(rows, "column_names", ()):
+        return rows, []
+    reasons = rows[_REASON]
+    bad = [BadRecord(index, f"row {index + 1:,}", reason, "") for index, reason in enumerate(reasons) if reason]
+    kept = [index for index, reason in enumerate(reasons) if not reason]
+    rows = rows.remove_columns(_REASON)
+    return (rows.select(kept) if bad else rows) if kept else None, bad
 
 
 def encoded_row_facts(row: Mapping[str, Any]) -> tuple[bytes, int]:

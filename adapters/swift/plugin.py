@@ -22,7 +22,7 @@ from packplan.adapters.swift.command import (
     row_ranks,
     unplanned_rlhf,
 )
-from packplan.adapters.swift.packs import PlannedPacks, RowFactsPreprocessor
+from packplan.adapters.swift.packs import PlannedPacks, RowFactsPreprocessor, take_bad_rows
 from packplan.adapters.swift.training import follow_plan, unpad_models
 from packplan.core.config.remedies import name_arguments
 from packplan.core.errors import (
@@ -33,11 +33,17 @@ from packplan.core.errors import (
     PackplanError,
     counted,
     fit_lines,
+    format_lines,
 )
-from packplan.core.inspection import describe_long_samples
+from packplan.core.inspection import describe_long_samples, failure_lines
 from packplan.core.packs import plan_checksum
+from packplan.core.samples.tables import BadRecord
 
-TakeStored = Callable[[Any, Sequence[Any]], list[Any]]
+KeptRows = tuple[Any, Sequence[BadRecord]]
+"""Rows of a data set, or None if none is kept, and the rows that are left out, with reasons."""
+
+TakeStored = Callable[[Any, Sequence[Any]], list[KeptRows]]
+FindChanges = Callable[[Any], list[str]]
 
 
 def install(
@@ -48,6 +54,7 @@ def install(
     degrees: int | Literal["auto"] = 1,
     max_left_out: float = 0.01,
     take_stored: TakeStored | None = None,
+    find_changes: FindChanges | None = None,
 ) -> None:
     """
     Make `swift sft`, `swift pt` and `swift rlhf --rlhf_type dpo` train planned packs.
@@ -71,6 +78,8 @@ def install(
             long or cannot be encoded. If ms-swift leaves out more rows, the command stops.
         take_stored: Function that returns the rows of a pipeline with stored lengths, and raises
             PackplanError if no stored lengths fit. With None, ms-swift measures all rows.
+        find_changes: Function that names the arguments of a pipeline that have changed since its
+            plan was stored.
 
     Raises:
         ConfigError: The version of ms-swift was not tested.
@@ -81,7 +90,7 @@ def install(
         return
     pipeline: Any = sft.SwiftSft
     own = (pipeline.train, pipeline._encode_dataset, pipeline._post_process_datasets)  # noqa: SLF001  # no public names
-    steps = _PlannedPipeline(checksum, check, degrees, max_left_out, take_stored, *own)
+    steps = _PlannedPipeline(checksum, check, degrees, max_left_out, take_stored, find_changes, *own)
     sft.PackingDataset, sft.AddLengthPreprocessor = PlannedPacks, RowFactsPreprocessor
     SftArguments._check_padding_free = _as_method(partial(prepare_arguments, degrees=degrees))  # noqa: SLF001
     SftArguments._init_stream = _as_method(partial(_replace_padding_free, SftArguments._init_stream))  # noqa: SLF001
@@ -144,12 +153,13 @@ class _PlannedPipeline:
     """
 
     checksum: str | None
-    """This field and the next four fields are arguments of `install`."""
+    """This field and the next five fields are arguments of `install`."""
 
     check: bool
     degrees: int | Literal["auto"]
     max_left_out: float
     take_stored: TakeStored | None
+    find_changes: FindChanges | None
 
     _train: Callable[[Any, Any], Any]
     """
@@ -164,22 +174,24 @@ class _PlannedPipeline:
         """
         Encode data sets by ms-swift's own step, unless their lengths are stored.
 
-        The number of rows that are left out is printed.
+        The number of rows that are left out is printed, by reason.
 
         Raises:
             DataSetError: ms-swift leaves out a larger share of the training rows than
                 `max_left_out`.
         """
-        encoded = self._take_stored(pipeline, data_sets) or self._encode(pipeline, *data_sets, **options)
-        sizes = ([0 if rows is None else len(rows) for rows in found] for found in (data_sets, encoded))
-        for name, num, kept in zip(("training", "evaluation"), *sizes, strict=True):
+        found = self._take_stored(pipeline, data_sets)
+        found = found or [*map(take_bad_rows, self._encode(pipeline, *data_sets, **options))]
+        for name, given, (rows, bad) in zip(("training", "evaluation"), data_sets, found, strict=True):
+            num, kept = (0 if one is None else len(one) for one in (given, rows))
             if kept < num:
-                self._report_left_out(pipeline.args, name, num - kept, num)
-        return encoded
+                self._report_left_out(pipeline.args, name, num - kept, num, bad)
+        return [rows for rows, _ in found]
 
-    def _take_stored(self, pipeline: Any, data_sets: Sequence[Any]) -> list[Any] | None:
+    def _take_stored(self, pipeline: Any, data_sets: Sequence[Any]) -> list[KeptRows] | None:
         """
-        Return data sets with their stored lengths; None if any rank has no stored lengths for them.
+        Return data sets with their stored lengths, and their bad rows; None if any rank has no
+        stored lengths for them.
         """
         arguments, rows, reason = pipeline.args, None, ""
         others = (arguments.cached_dataset, arguments.cached_val_dataset, arguments.predict_with_generate)
@@ -198,11 +210,15 @@ class _PlannedPipeline:
         pipeline._save_val_dataset(data_sets[1])  # noqa: SLF001  # no public name
         return rows
 
-    def _report_left_out(self, arguments: Any, name: str, number: int, num_rows: int) -> None:
-        """Print the number of rows left out; DataSetError if their share exceeds `max_left_out`."""
-        rows = f"{number:,} of {counted(num_rows, 'row')} of {name} ({number / num_rows:.1%})"
-        text = f"ms-swift leaves out {rows}: they exceed --max_length ({arguments.max_length:,}), or cannot be encoded"
-        text += ". To list them, run packplan plan build with this command, and then packplan plan show --all"
+    def _report_left_out(self, arguments: Any, name: str, number: int, num_rows: int, bad: Sequence[BadRecord]) -> None:
+        """
+        Print the number of rows left out, by reason; DataSetError if their share exceeds
+        `max_left_out`.
+        """
+        unknown = f"they exceed --max_length ({arguments.max_length:,}), or cannot be encoded"
+        text = f"ms-swift leaves out {number:,} of {counted(num_rows, 'row')} of {name} ({number / num_rows:.1%})"
+        text = format_lines(text, failure_lines(bad) if bad else [unknown])
+        text += "\nTo list them, run packplan plan build with this command, and then packplan plan show --all"
         if arguments.packing and name == "training" and 100 * number > round(100 * self.max_left_out, 6) * num_rows:
             percent = math.ceil(100 * number / num_rows)
             raise DataSetError(f"{text}. To leave them out, pass --allow-left-out {percent} to packplan plugin swift")
@@ -228,7 +244,9 @@ class _PlannedPipeline:
         found = plan_checksum(packs.plan.packs, lengths=packs.plan.lengths)
         if self.checksum not in (None, found):
             fact = f"the checksum of packs and lengths is {found[:12]} instead of {self.checksum[:12]}"
-            raise DataSetError(f"{fact}, since data or arguments have changed: run packplan plugin swift again")
+            changes = self.find_changes(pipeline) if self.find_changes else []
+            why = "; ".join(changes) or "data or arguments have changed"
+            raise DataSetError(f"{fact}, since {why}: run packplan plugin swift again")
         return packed
 
     def train(self, pipeline: Any, trainer: Any) -> Any:

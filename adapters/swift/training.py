@@ -56,12 +56,8 @@ def follow_plan(
     ready = trainer.task_type == "causal_lm" and not trainer.is_fsdp_enabled
     for model in (getattr(trainer, "ref_model", None), trainer.model):
         if model is not None:
-            attention = separate_samples(
-                trainer.accelerator.unwrap_model(model),
-                named=NAME if attn_impl is None else None,
-                ready=ready,
-                groups=groups,
-            )
+            inner, named = trainer.accelerator.unwrap_model(model), NAME if attn_impl is None else None
+            attention = separate_samples(inner, named=named, ready=ready, groups=groups)
     insert_base_class(trainer, _PlannedSwiftTraining)
     trainer.native, trainer.row_groups = attention.native, groups
     compares = hasattr(trainer, "calculate_KL")  # KTO, within a pack
@@ -101,22 +97,15 @@ def make_schedule(plan: Plan, args: Any, *, world_size: int, degrees: int | Lite
     """
     tokens = None if degrees == 1 else plan.packs.loads(plan.lengths)
     aligned = align_plan(
-        plan.raw,
-        world_size=world_size,
-        dataloader_drop_last=args.dataloader_drop_last,
-        batch_size=args.per_device_train_batch_size,
+        plan.raw, world_size=world_size, dataloader_drop_last=args.dataloader_drop_last,
+        batch_size=args.per_device_train_batch_size, tokens=tokens, max_degree=None if degrees == "auto" else degrees,
         degrees=None if tokens is None else pack_degrees(tokens, plan.raw.packing_length),
-        tokens=tokens,
-        max_degree=None if degrees == "auto" else degrees,
-    )
+    )  # fmt: skip
     return EpochSchedule.from_plan(
-        aligned,
-        gradient_accumulation_steps=args.gradient_accumulation_steps,
-        num_train_epochs=args.num_train_epochs,
-        max_steps=args.max_steps,
-        seed=args.seed if args.data_seed is None else args.data_seed,
+        aligned, gradient_accumulation_steps=args.gradient_accumulation_steps, num_train_epochs=args.num_train_epochs,
+        max_steps=args.max_steps, seed=args.seed if args.data_seed is None else args.data_seed,
         shuffle=args.train_dataloader_shuffle,
-    )
+    )  # fmt: skip
 
 
 def _eval_packs(trainer: Any) -> PlannedPacks | None:

@@ -21,7 +21,7 @@ from packplan.app.planning.split import MeasuredSplit
 from packplan.core.config.run import HostCommand, RunConfig
 from packplan.core.errors import NotBuiltError, StaleError
 from packplan.core.fingerprint import Fingerprint
-from packplan.core.samples.tables import column, sample_indices
+from packplan.core.samples.tables import BadRecord, column, sample_indices
 
 
 def open_command_encoders(config: RunConfig, command: HostCommand) -> dict[str, DatasetRowsEncoder]:
@@ -55,12 +55,12 @@ def export_rows(splits: Iterable[MeasuredSplit], folder: Path) -> dict[str, int]
     return {name: len(lengths) for name, (_, lengths) in exported.items()}
 
 
-def take_stored_lengths(pipeline: Any, data_sets: Sequence[Any]) -> list[Any]:
+def take_stored_lengths(pipeline: Any, data_sets: Sequence[Any]) -> list[tuple[Any, Sequence[BadRecord]]]:
     """
-    Return the data sets of ms-swift's training pipeline with their stored lengths.
+    Return the data sets of ms-swift's training pipeline with their stored lengths, each with the
+    rows that `packplan plan build` left out.
 
-    `packplan plan build` has stored the lengths for the same command. Rows that `plan build` left
-    out are not returned. No row is encoded.
+    `plan build` has stored the lengths for the same command. No row is encoded.
 
     Args:
         pipeline: ms-swift's pipeline under the plugin, with its arguments and template.
@@ -81,17 +81,18 @@ def take_stored_lengths(pipeline: Any, data_sets: Sequence[Any]) -> list[Any]:
         template.set_mode(mode)
 
 
-def _with_stored_lengths(pipeline: Any, config: RunConfig, split: str, rows: Any) -> Any:
+def _with_stored_lengths(pipeline: Any, config: RunConfig, split: str, rows: Any) -> tuple[Any, Sequence[BadRecord]]:
     """
-    Return the rows of a split with their stored lengths, or None if there are no rows; see
-    `take_stored_lengths`.
+    Return the rows of a split with their stored lengths, or None if there are no rows. Also return
+    the rows that are left out; see `take_stored_lengths`.
     """
     if not rows:
-        return None
+        return None, ()
     encoder = DatasetRowsEncoder(config, split, template=pipeline.template, rows=rows)
     arguments, folder = pipeline.args, artefacts_folder(pipeline.args.packplan_output_dir) / split
     store, source = DiskLengthStore(folder), DatasetRowsMeasurer(encoder)
-    data_digest = partial(source.data_digest, without=[one.index for one in store.bad_records()])
+    bad = store.bad_records()
+    data_digest = partial(source.data_digest, without=[one.index for one in bad])
     inputs = source.fingerprint()
     stored = store.read(inputs, len(source), data_digest)
     if len(stored.table) < len(source) or stored.repeatability is None:
@@ -112,5 +113,5 @@ def _with_stored_lengths(pipeline: Any, config: RunConfig, split: str, rows: Any
             fact = f"the checkpoint was trained with other lengths than those in {folder}"
             raise StaleError("stale_lengths", fact, {"folder": folder})
     if not kept.size:  # ms-swift has none either
-        return None
-    return add_row_facts(rows.select(kept), column(stored.table, "length")[kept].tolist(), digests, supervised)
+        return None, bad
+    return add_row_facts(rows.select(kept), column(stored.table, "length")[kept].tolist(), digests, supervised), bad

@@ -16,13 +16,13 @@ from packplan.app.opening.commands import lacks_packing, read_run_or_command
 from packplan.app.opening.runs import measured_by_ray, raising_on_all_ranks, require_inputs
 from packplan.app.opening.stores import artefacts_folder
 from packplan.app.planning.log_lines import log_run
-from packplan.app.planning.measure import bad_records_line, failure_lines
+from packplan.app.planning.measure import bad_records_line
 from packplan.app.planning.plan import Ranks, measure_and_plan, plan_epochs
 from packplan.app.planning.schedule import accumulation_of, refuse_stream, schedule_of_split
 from packplan.app.planning.split import PlannedSplit, Split
 from packplan.core.config.run import RunConfig
 from packplan.core.errors import ConfigError, DataSetError, counted, format_command
-from packplan.core.inspection import format_table
+from packplan.core.inspection import failure_lines, format_table
 from packplan.core.ports import RankGroup
 
 log = logging.getLogger(__name__)

@@ -98,15 +98,11 @@ def _describe_pack(opened: StoredSplit, locate: Locate | None, pack: int) -> dic
     samples = [_describe_sample(opened, locate, sample) for sample in plan.packs[pack]]
     tokens = sum(sample["length"] for sample in samples)
     return {
-        "pack": pack,
-        "tokens": tokens,
-        "packing_length": plan.packing_length,
-        "fill": min(tokens / plan.packing_length, 1.0),
-        "world_size": schedule.world_size,
-        "epoch": opened.epoch,
+        "pack": pack, "tokens": tokens, "packing_length": plan.packing_length,
+        "fill": min(tokens / plan.packing_length, 1.0), "world_size": schedule.world_size, "epoch": opened.epoch,
         "steps": [attrs.asdict(step) for step in scheduled_steps(schedule, pack, epoch=opened.epoch)],
         "samples": samples,
-    }
+    }  # fmt: skip
 
 
 def _describe_sample(opened: StoredSplit, locate: Locate | None, sample: int) -> dict[str, Any]:

@@ -15,7 +15,7 @@ from packplan.app.planning.split import PlannedSplit, Split, Stores, align_optio
 from packplan.core.config.identity import config_length_inputs
 from packplan.core.config.run import RunConfig
 from packplan.core.epochs import EpochRecipe, plan_fingerprint
-from packplan.core.errors import ArgumentError, ConfigError, NotBuiltError, counted
+from packplan.core.errors import ArgumentError, ConfigError, Difference, NotBuiltError, counted
 from packplan.core.fingerprint import Fingerprint
 from packplan.core.lengths import IntArray, Lengths
 from packplan.core.plan import RawPlan, refuse_dropped, refuse_longer, require_supervised
@@ -238,13 +238,17 @@ def yield_refusals(
         yield f"training refuses the plan: {error}"
 
 
+def setting_differences(config: RunConfig, lengths: StoredLengths) -> tuple[Difference, ...]:
+    """Return the settings of a run that differ from those of stored lengths."""
+    inputs, asked = lengths.origin.key.inputs, config_length_inputs(config)
+    return Fingerprint({key: inputs.get(key) for key in asked}).differences(Fingerprint(asked))
+
+
 def yield_stale_inputs(config: RunConfig, lengths: StoredLengths) -> Iterator[str]:
     """
     Yield a line for each setting that differs from the setting of the stored lengths. Changes of
     the data or the model are not found here; `packplan plan verify` finds them.
     """
-    inputs = lengths.origin.key.inputs
-    asked = config_length_inputs(config)
-    for difference in Fingerprint({key: inputs.get(key) for key in asked}).differences(Fingerprint(asked)):
+    for difference in setting_differences(config, lengths):
         line = f"training would refuse the stored lengths, since a setting has changed: {difference}"
         yield config.name_settings(line)

@@ -9,7 +9,6 @@ Records are measured by `split.source`, a `SwiftMeasurer` in a run. Lengths in a
 from __future__ import annotations
 
 import logging
-import re
 from collections.abc import Generator, Iterator, Sequence
 from contextlib import closing
 from decimal import Decimal
@@ -22,6 +21,7 @@ from packplan.adapters.progress import BRIEF_S, progress
 from packplan.app.planning.audit import check_images, check_repeatability, check_repeatability_early, recheck_stored
 from packplan.app.planning.split import KnownTable, Split
 from packplan.core.errors import DataSetError, RecordError, StaleError, counted, verb_for
+from packplan.core.inspection import MOST_NAMED
 from packplan.core.lengths import IntArray
 from packplan.core.ports import LengthSource, ReportProgress, StoredRows
 from packplan.core.samples.tables import (
@@ -47,10 +47,6 @@ again, since processes measure consecutive records.
 
 _LOOKUP_BLOCK = 10_000
 """Number of records whose digests are looked up at once."""
-
-
-_NAMED = 5
-"""Maximum number of bad records that a message names; `packplan plan show --all` lists all."""
 
 
 _SKIP_ADVICE = "custom.on_bad_record: skip leaves such records out; packplan plan show --all then lists them"
@@ -263,7 +259,7 @@ class BadRecords:
                 f"custom.max_bad_share ({self._max_share}). Fix them, or raise this limit to let plan show --all list "
                 "all of them:"
             )
-            message = "\n  ".join([fact, *(f"{one.where}: {one.reason}" for one in records[:_NAMED])])
+            message = "\n  ".join([fact, *(f"{one.where}: {one.reason}" for one in records[:MOST_NAMED])])
             raise DataSetError(message)
         self.records = records
 
@@ -284,23 +280,6 @@ def bad_records_line(records: Sequence[BadRecord], total: int) -> str:
     first, more = records[0], "; packplan plan show --all lists them" if len(records) > 1 else ""
     fact = f"{len(records):,} of {counted(total, 'record')} cannot become samples and are left out"
     return f"{fact}: {first.where}: {first.reason}{more}"
-
-
-def failure_lines(records: Sequence[BadRecord]) -> Iterator[str]:
-    """
-    Yield bad records grouped by reason, the most frequent reason first, with the first locations of
-    each.
-
-    Args:
-        records: Bad records, ascending. Reasons that differ only in numbers form one group.
-    """
-    groups: dict[str, list[BadRecord]] = {}
-    for one in records:
-        groups.setdefault(re.sub(r"\d[\d,.]*", "N", one.reason), []).append(one)
-    for group in sorted(groups.values(), key=len, reverse=True):
-        more = f"; and {len(group) - _NAMED:,} more" if len(group) > _NAMED else ""
-        yield f"{counted(len(group), 'record')}: {group[0].reason}"
-        yield f"  {'; '.join(one.where for one in group[:_NAMED])}{more}"
 
 
 def merge_known(source: LengthSource, indices: range, table: KnownTable) -> Generator[RecordOutcome, None, None]:

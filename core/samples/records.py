@@ -8,7 +8,7 @@ converts into messages. A dense caption has `images`, `width`, `height`, `object
 
 import json
 from collections.abc import Mapping
-from itertools import chain
+from itertools import chain, product
 from typing import Any, Literal
 
 import attrs
@@ -28,16 +28,12 @@ _NO_PAIRS = "preference pairs and contrastive samples are not trained here: leav
 _NO_TASK = "ms-swift reads it for another task than training on answers: remove it, or give it another name"
 _AS_CONTENT = "write it into the 'content' of the answer, between the tags that the model thinks in, or remove it"
 
+_SIDES, _PARTS = ("rejected", "positive", "negative"), ("messages", "images", "videos", "audios", "tools", "objects")
+"""Sides of a preference pair or contrastive sample, and parts of a side; `side_part` is a key."""
+
 REFUSED = {
     **dict.fromkeys(("audios", "audio", "ref_audios", "audio_codes", "omnijev_video"), _NO_MEDIA),
-    **dict.fromkeys(
-        (
-            f"{side}_{what}"
-            for side in ("rejected", "positive", "negative")
-            for what in ("messages", "images", "videos", "audios", "tools", "objects")
-        ),
-        _NO_PAIRS,
-    ),
+    **dict.fromkeys(map("_".join, product(_SIDES, _PARTS)), _NO_PAIRS),
     **dict.fromkeys(("rejected_response", "margin", "teacher_prompt", "teacher_images"), _NO_PAIRS),
     **dict.fromkeys(
         ("label", "questions", "kinds", "options", "target_probs", "state", "question_ids", "criteria"), _NO_TASK

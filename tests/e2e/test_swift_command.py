@@ -354,9 +354,9 @@ def test_stored_lengths_are_those_of_the_rows_that_ms_swift_keeps(command, run):
     pipeline = open_pipeline(read_command("sft", words[2:])[0])
     rows = pipeline.read_rows()["train"]
 
-    train, evaluation = take_stored_lengths(pipeline, [rows, rows.select([])])
+    (train, bad), evaluation = take_stored_lengths(pipeline, [rows, rows.select([])])
 
-    assert evaluation is None
+    assert (LONGER, (None, ())) == (len(bad), evaluation)
     kept = [row["messages"] for row in rows if len(row["messages"][1]["content"]) < MAX_LENGTH]
     assert NUM_ROWS - LONGER == len(kept)
     assert kept == train["messages"][:]
@@ -420,8 +420,8 @@ def test_a_command_that_cannot_be_planned_is_refused_by_what_is_wrong(command, r
 def test_the_percentage_of_rows_to_leave_out_may_be_left_out():
     """Of 100 rows, as the written plugin names it: 29 / 100 * 100 is less than 29 in floats."""
     for number in range(1, 100):
-        steps = _PlannedPipeline(None, True, 1, number / 100, None, print, print, print)  # noqa: FBT003
-        left_out = (SimpleNamespace(packing=True, max_length=9), "training", number, 100)
+        steps = _PlannedPipeline(None, True, 1, number / 100, None, None, print, print, print)  # noqa: FBT003
+        left_out = (SimpleNamespace(packing=True, max_length=9), "training", number, 100, [])
 
         steps._report_left_out(*left_out)
         with pytest.raises(DataSetError, match=f"--allow-left-out {number} to"):

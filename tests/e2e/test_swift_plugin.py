@@ -19,7 +19,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceC
 
 import packplan as pp
 from packplan.adapters.swift.command import refuse_untested_version
-from packplan.adapters.swift.packs import PlannedPacks, RowFactsPreprocessor
+from packplan.adapters.swift.packs import PlannedPacks, RowFactsPreprocessor, take_bad_rows
 from packplan.app import plugin
 from packplan.core.align import align_plan
 from packplan.core.errors import ConfigError
@@ -547,8 +547,8 @@ def test_what_cannot_be_trained_as_planned_is_refused(name, ran):
     assert [due] * (2 if name in {"fewer", *NOT_BY_DEGREE} else 1) == errors
     assert due[0] != "ConfigError" or not [*folder.glob("rows*")]
     said = {
-        "replanned": "the checksum of packs and lengths is ",
-        "left-out": "they exceed --max_length (100), or cannot",
+        "replanned": "since --max_length was 100, now 90: run packplan plugin swift again",
+        "left-out": "13 records: MaxLengthError: ",
     }
     assert said.get(name, "") in ran(name).said
     assert name in {"gone", "longer", "not-finite"} or not [*folder.glob("trained*")]
@@ -586,7 +586,7 @@ def test_rows_are_known_by_what_they_teach():
     def packs_of(encoded):
         template = SimpleNamespace(encode=lambda row, return_length: dict(encoded[row["number"]]), max_length=9)  # noqa: ARG005  # ms-swift's name
         rows = [RowFactsPreprocessor(template).preprocess({"number": number}) for number in range(len(encoded))]
-        return PlannedPacks(template, Dataset.from_list(rows))
+        return PlannedPacks(template, take_bad_rows(Dataset.from_list(rows))[0])
 
     found = packs_of(ENCODED)
 
