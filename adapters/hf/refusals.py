@@ -78,9 +78,10 @@ def refuse_misuse(trainer: Any, plan: Any, eval_plan: Any) -> None:
     Refuse arguments of `use_plan` that are no supported trainer, or no plans for its data sets.
 
     Args:
-        trainer: Object that may be a supported trainer.
-        plan: Object that may be a plan of the training data, or a packing length.
-        eval_plan: The same for the evaluation data; None leaves them unplanned.
+        trainer: Trainer to check, which may be an object of any type.
+        plan: Plan of the training data, or a packing length, to check.
+        eval_plan: Plan of the evaluation data, or a packing length, to check; None leaves these
+            data unplanned.
 
     Raises:
         ArgumentError: An argument has a wrong type, or the trainer or its data sets cannot follow a

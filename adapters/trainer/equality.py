@@ -72,7 +72,7 @@ class PackComparison:
             pack: Pack index.
 
         Raises:
-            PackplanError: An encoded sample differs from its plan.
+            PackplanError: A sample cannot be encoded, or differs from its plan.
         """
         with evaluation_mode(self.trainer.model):  # dropout would add differences
             yield from self._compare(pack)
