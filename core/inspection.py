@@ -410,6 +410,31 @@ def failure_lines(records: Sequence[BadRecord]) -> Iterator[str]:
         yield f"  {'; '.join(one.where for one in group[:MOST_NAMED])}{more}"
 
 
+def describe_few_positions(lengths: Lengths, config: Mapping[str, Any]) -> str:
+    """
+    Return a warning if samples have more tokens than a model has positions, else an empty text.
+
+    Args:
+        lengths: Number of tokens of each record, 0 for a record that is not a sample.
+        config: Content of the model's config.json; the factor of scaled rotary positions counts.
+
+    >>> describe_few_positions([9, 600], {"max_position_embeddings": 512}).partition(": ")[0]
+    '1 of 2 samples has more tokens than the 512 positions of the model, up to 600'
+    >>> describe_few_positions([600], {"n_positions": 512, "rope_scaling": {"factor": 2}})
+    ''
+    """
+    text = config.get("thinker_config") or config
+    text = text.get("text_config") or text
+    most = text.get("max_position_embeddings") or text.get("n_positions") or np.inf
+    scaled, tokens = text.get("rope_scaling") or text.get("rope_parameters") or {}, as_lengths(lengths, least=0)
+    most = max(most, (scaled.get("factor") or 1) * scaled.get("original_max_position_embeddings", most))
+    if not (over := int((tokens > most).sum())):
+        return ""
+    fact = f"{over:,} of {counted(int((tokens > 0).sum()), 'sample')} {verb_for(over, 'has', 'have')} more tokens than"
+    advice = "make them shorter, or scale its rotary positions (rope_scaling)"
+    return f"{fact} the {int(most):,} positions of the model, up to {tokens.max():,}: {advice}"
+
+
 def describe_resume(schedule: EpochSchedule, name: str = "pack") -> str:
     """
     Describe the trained and the remaining part of a resumed run, as the text of a table row.

@@ -24,7 +24,7 @@ _LOSSES = ("grpo", "bnpo", "dr_grpo", "dapo", "cispo", "sapo", "luspo", "vespo")
 """Losses of GRPO that are sums or means over rows or tokens."""
 
 
-_PREFERENCE = ("DPOTrainer", "KTOTrainer", "RewardTrainer")
+PREFERENCE = ("DPOTrainer", "KTOTrainer", "RewardTrainer")
 """Trainers of TRL whose loss is a mean over pairs, or over rows, of preference data."""
 
 _COMPARING = {
@@ -60,7 +60,7 @@ def _name_in_trl(trainer: Any) -> str | None:
 
 def is_preference_trainer(trainer: Any) -> bool:
     """Return whether a trainer derives from a trainer of TRL for preference data."""
-    return _name_in_trl(trainer) in _PREFERENCE
+    return _name_in_trl(trainer) in PREFERENCE
 
 
 def require_trainer(trainer: Any) -> None:
@@ -68,7 +68,7 @@ def require_trainer(trainer: Any) -> None:
     if not hasattr(trainer, "get_train_dataloader") or isinstance(trainer, type):
         kind = type(trainer).__name__
         raise ArgumentError("host", f"use_plan and row_lengths take a trainer of transformers or TRL, not a {kind}")
-    if _name_in_trl(trainer) not in {None, "SFTTrainer", *_PREFERENCE}:
+    if _name_in_trl(trainer) not in {None, "SFTTrainer", *PREFERENCE}:
         fact = f"{type(trainer).__name__} makes batches that no plan can replace: use unpad (with GRPO, also balance)"
         raise ArgumentError("host", fact)
 

@@ -124,16 +124,11 @@ def config_to_time(config: RunConfig) -> RunConfig:
     evaluates = bool(config.custom.val_jsonl) and training.trainer.get("eval_strategy") != "no"
     trainer = {
         **training.trainer,
-        "eval_strategy": "steps" if evaluates else "no",
-        "eval_steps": end,
-        "save_strategy": "no" if training.trainer.get("save_strategy") == "no" else "steps",
-        "save_steps": end,
+        "eval_strategy": "steps" if evaluates else "no", "eval_steps": end,
+        "save_strategy": "no" if training.trainer.get("save_strategy") == "no" else "steps", "save_steps": end,
         "logging_steps": 1 if training.trainer.get("logging_steps") == 1 else end,
-        "load_best_model_at_end": False,
-        "eval_on_start": False,
-        "push_to_hub": False,
-        "report_to": [],
-    }
+        "load_best_model_at_end": False, "eval_on_start": False, "push_to_hub": False, "report_to": [],
+    }  # fmt: skip
     for name in ("early_stop_interval", "eval_delay", "metric_for_best_model"):
         trainer.pop(name, None)
     fields: dict[str, Any] = {"resume_from_checkpoint": None, "trainer": trainer}

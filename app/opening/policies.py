@@ -10,6 +10,8 @@ from packplan.core.config.identity import plan_policy
 from packplan.core.config.run import RunConfig
 from packplan.core.epochs import EpochRecipe
 from packplan.core.errors import ConfigError
+from packplan.core.inspection import describe_few_positions
+from packplan.core.lengths import IntArray
 from packplan.core.mixes import Mixes, mixes_faults, stream_faults
 from packplan.core.packers import ALGORITHMS
 from packplan.core.policy import PlanPolicy
@@ -43,6 +45,13 @@ def work_of_run(config: RunConfig) -> tuple[WorkModel, str | None]:
         vision_gradients=not training.freeze_vit,
     )
     return trained, estimated
+
+
+def position_warning(config: RunConfig, lengths: IntArray) -> str:
+    """Return the warning of `describe_few_positions` for a run, unless its lengths are of pairs."""
+    if config.model.rope_scaling or (config.command and config.command.sequences_per_row != 1):
+        return ""
+    return describe_few_positions(lengths, config_content(config.model))
 
 
 def epoch_recipe(config: RunConfig, split: str, files: Iterable[DataFile] | None = None) -> EpochRecipe | None:

@@ -13,6 +13,7 @@ import attrs
 from packplan.adapters.progress import loading_libraries
 from packplan.app.cli.command import add_config_arguments, add_ray_option, parse_number, parse_ranks
 from packplan.app.opening.commands import lacks_packing, read_run_or_command
+from packplan.app.opening.policies import position_warning
 from packplan.app.opening.runs import measured_by_ray, raising_on_all_ranks, require_inputs
 from packplan.app.opening.stores import artefacts_folder
 from packplan.app.planning.log_lines import log_run
@@ -134,6 +135,8 @@ def build(
         train, schedule = plan_epochs(train, train.recipe, schedule, ranks)
     if group.rank == 0:
         log_run(config, [train, *others], schedule)
+        if text := position_warning(config, train.lengths):
+            log.warning("train: %s", text)
     return [train, *others]
 
 

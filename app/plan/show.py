@@ -123,6 +123,8 @@ def source_summaries(opened: StoredSplit) -> tuple[SourceSummary, ...]:
 def as_document(opened: StoredSplit) -> dict[str, Any]:
     """Return the figures of a split as values of a JSON document."""
     split, origin, epochs = opened.split, opened.lengths.origin, opened.epochs
+    steps = (lambda _: 0) if epochs is None else epochs.num_epoch_steps
+    records = [{**attrs.asdict(one), "steps": steps(one.epoch)} for one in opened.plan.epochs]
     return {
         "warnings": list(opened.warnings),
         "plan": attrs.asdict(plan_summary(opened)),
@@ -130,13 +132,7 @@ def as_document(opened: StoredSplit) -> dict[str, Any]:
         "videos": attrs.asdict(video_totals(split.table, opened.lengths.rows.media)),
         "bad_records": [attrs.asdict(one) for one in origin.bad],
         "schedule": attrs.asdict(schedule_summary(opened)),
-        "epochs": None
-        if epochs is None
-        else {
-            "shown": opened.epoch,
-            "total_steps": epochs.total_steps,
-            "epochs": [{**attrs.asdict(one), "steps": epochs.num_epoch_steps(one.epoch)} for one in opened.plan.epochs],
-        },
+        "epochs": epochs and {"shown": opened.epoch, "total_steps": epochs.total_steps, "epochs": records},
         "checksums": _checksums(opened),
         "fingerprints": {
             name: {"sha256": key.digest, "inputs": dict(key.inputs)}

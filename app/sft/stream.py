@@ -100,16 +100,9 @@ def prepare_stream(config: RunConfig, group: RankGroup) -> StreamTrainer:
     arguments.resume_from_checkpoint = checkpoint and checkpoint.folder
     start = find_stream_start(checkpoint, group, arguments)
     trainer = build_stream_trainer(
-        config,
-        arguments,
-        splits["train"],
-        evaluation,
-        attention=attention,
-        group=group,
-        order=order,
-        start=start,
+        config, arguments, splits["train"], evaluation, attention=attention, group=group, order=order, start=start,
         resume_state=resume_state,
-    )
+    )  # fmt: skip
     if group.rank == 0:
         _log_stream(config, len(train), evaluation, group.world_size, attention)
         _log_start(config, start[0])

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING
 
 import attrs
 
-from packplan.app.opening.policies import work_of_run
+from packplan.app.opening.policies import position_warning, work_of_run
 from packplan.app.opening.ranks import hold_output_lock
 from packplan.app.opening.splits import open_splits
 from packplan.app.opening.trainers import (
@@ -127,6 +127,8 @@ def _log_plans(config: RunConfig, splits: list[PlannedSplit], schedule: EpochSch
     log_run(config, splits, schedule, attention=attention)
     if schedule.start.step >= schedule.total_steps:
         log_nothing_left(schedule.start.step, f"at {schedule.total_steps:,}")
+    if text := position_warning(config, splits[0].lengths):
+        log.warning("train: %s", text)
     if estimated := work_of_run(config)[1]:
         log.warning("the work of samples is estimated from their tokens: %s", estimated)
 

@@ -3,6 +3,7 @@
 import json
 import os
 import re
+import shutil
 from typing import Any
 
 import pytest
@@ -90,8 +91,8 @@ def test_what_training_refuses_is_refused_before_measuring(write_run, run, short
     assert [] == shortcuts
 
 
-def test_a_build_says_the_steps_the_place_of_the_plan_and_what_to_type_next(write_run, run, tmp_path):
-    """For the ranks that it was built for."""
+def test_a_build_says_the_steps_the_place_of_the_plan_and_what_to_type_next(write_run, run, demo, tmp_path):
+    """For the ranks that it was built for; also that samples exceed the model's positions."""
     path = write_run("qwen3", training={"effective_batch_size": 8})
 
     def built(path, *words):
@@ -109,6 +110,11 @@ def test_a_build_says_the_steps_the_place_of_the_plan_and_what_to_type_next(writ
     told = built(shared)
     assert "on 1 rank; 1 pack a step" in told
     assert "to train torchrun --nproc-per-node 2 " in told
+    shutil.copytree(demo / "models" / "qwen3", model := tmp_path / "short" / "qwen3")
+    config = (model / "config.json").read_text()
+    (model / "config.json").write_text(re.sub(r'("max_position_embeddings": )\d+', r"\g<1>9", config))
+    told = built(path, f"model.model={model}", f"training.output_dir={tmp_path / 'short'}")
+    assert re.search(r"warning: train: \d+ of \d+ samples have more tokens than the 9 positions", told)
 
 
 def test_bad_records_are_left_out_by_every_command(write_run, run, tmp_path):

@@ -48,17 +48,15 @@ _MROPE = {"rope_type": "default", "mrope_section": [1, 1, 2], "rope_theta": 1000
 
 CONFIGS: dict[str, dict[str, Any]] = {
     "qwen2": _TEXT,
-    "qwen2_5_vl": {
+    "qwen2_5_vl": _SEES | {
         "text_config": _TEXT | {"rope_parameters": _MROPE},
         "vision_config": _TOWER | {"fullatt_block_indexes": [1], "window_size": 56},
-        **_SEES,
     },
-    "qwen3_vl": {
+    "qwen3_vl": _SEES | {
         "text_config": _TEXT | {"rope_parameters": _MROPE | {"mrope_interleaved": True}},
         "vision_config": _TOWER | {"deepstack_visual_indexes": [0], "num_position_embeddings": 64},
-        **_SEES,
     },
-}
+}  # fmt: skip
 
 Cell = dict[str, Any]
 

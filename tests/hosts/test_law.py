@@ -406,10 +406,8 @@ def test_a_changed_setting_of_a_resumed_run_is_told_with_both_values(tmp_path, c
     given = {"per_device_train_batch_size": 2, "max_grad_norm": 0.5, "max_steps": 5, "gradient_accumulation_steps": 1}
     train_with(fresh_trainer(tmp_path, **given), resume=str(tmp_path / "checkpoint-4"))
 
-    told = re.findall(
-        r"changed since \S+(\d), and this run's value is used: (\S+ was \S+, now \S+)",
-        " ".join(capsys.readouterr().out.split()),
-    )
+    change = r"changed since \S+(\d), and this run's value is used: (\S+ was \S+, now \S+)"
+    told = re.findall(change, " ".join(capsys.readouterr().out.split()))
     assert [
         ("2", "max_steps was '2', now '4'"),
         ("4", "max_grad_norm was '0.0', now '0.5'"),
@@ -526,10 +524,17 @@ def test_the_log_has_the_fill_and_tokens_of_each_step(host, tmp_path):
     assert epoch["epoch_fill_mean"] == pytest.approx(float(loads.mean()) / PACKING_LENGTH)
 
 
-def test_a_packing_length_that_few_samples_fit_is_warned_of(tmp_path, caplog):
-    """As when a number of rows is given in its place; with a length that most of them fit."""
-    use_plan(trainer_with(tmp_path), 4)
+def test_a_packing_length_that_few_samples_fit_is_warned_of(tmp_path, caplog, capsys):
+    """
+    As when a number of rows is given in its place; with a length that most of them fit. So are
+    samples with more tokens than the model has positions.
+    """
+    trainer = trainer_with(tmp_path)
+    trainer.model.config.max_position_embeddings = 5
+    use_plan(trainer, 4)
 
+    longer = f"warning: {int((PLAN.lengths > 5).sum())} of {len(ROWS)} samples have more tokens than the 5 positions"
+    assert f"{longer} of the model, up to {PLAN.lengths.max()}: " in " ".join(capsys.readouterr().out.split())
     assert f"of {len(ROWS)} samples are longer than a pack of 4 tokens, so each is a pack by itself" in caplog.text
     enough = sorted(PLAN.lengths)[-(-95 * (len(ROWS) - 1) // 100)]
     share = 100 * sum(length <= enough for length in PLAN.lengths.tolist()) // len(PLAN.lengths)

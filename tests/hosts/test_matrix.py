@@ -45,16 +45,10 @@ ROWS = {
 """Trainer -> columns of its data set."""
 
 SETTINGS = {
-    "plain": {},
-    "pad is eos": {},
-    "padded left": {},
-    "NEFTune": {"neftune_noise_alpha": 5.0},
-    "label smoothing": {"label_smoothing_factor": 0.1},
-    "dropout": {},
-    "LoRA": {},
+    "plain": {}, "pad is eos": {}, "padded left": {}, "dropout": {}, "LoRA": {}, "bf16": {"bf16": True},
+    "NEFTune": {"neftune_noise_alpha": 5.0}, "label smoothing": {"label_smoothing_factor": 0.1},
     "checkpointed layers": {"gradient_checkpointing": True},
-    "bf16": {"bf16": True},
-}
+}  # fmt: skip
 """Setting -> arguments of the trainer that make it."""
 
 _PAIRS = ("DPOTrainer", "RewardTrainer")

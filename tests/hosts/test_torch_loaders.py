@@ -215,8 +215,7 @@ def test_no_changed_state_is_loaded():
     [
         {"segments": []}, {"epoch": 99}, {"epoch": 0}, {"step": -1}, {"step": 1000}, {"epoch_step": 3},
         {"pack_offset": 0}, {"pack_offset": 3}, {"pack_offset": 10**9}, {"pack_offset": -2}, {"world_size": 0},
-        {"world_size": 3},
-        {"world_size": 10**9, "pack_offset": 0, "epoch_step": 0},
+        {"world_size": 3}, {"world_size": 10**9, "pack_offset": 0, "epoch_step": 0},
     ],
     ids=str,
 )  # fmt: skip
