@@ -1,9 +1,9 @@
 """
 Commands of `packplan`.
 
-The commands combine the functions of core with the adapters. `python -m app.COMMAND` imports this
-package first, so that Ctrl-C prints one line instead of a traceback even while modules are being
-imported.
+Each command calls functions of `core` on what `adapters` read, and writes the results through
+`adapters`. `python -m packplan.app.COMMAND` imports this package first. So Ctrl-C prints one line
+instead of a traceback, even while other modules are being imported.
 """
 
 import sys

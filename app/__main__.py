@@ -2,8 +2,8 @@
 Plan packs, and train them: `packplan COMMAND ...`.
 
 `packplan COMMAND --help` describes a command. The exit status is 0 after success, 2 for an error in
-the input, and 3 for a failed check. The status is 1 for a bug in Packplan, 130 for Ctrl-C, and 143
-for SIGTERM.
+the input, and 3 for a failed check. The status is 1 for a bug in Packplan or a closed pipe, 130 for
+Ctrl-C, and 143 for SIGTERM.
 """
 
 import argparse

@@ -59,7 +59,7 @@ class Report:
 
     verdicts: tuple[Verdict, ...]
     records: tuple[str, ...]
-    """File and line of the sample in each verdict; empty if the verdict names no sample."""
+    """File and line of each verdict's worst sample; empty if the verdict is about a whole pack."""
 
     not_compared: Mapping[str, str]
     """Name of each check that was left out -> the reason."""
@@ -84,7 +84,8 @@ def check(config: RunConfig, *, num_packs: int) -> Report:
         num_packs: Maximum number of packs to compare.
 
     Raises:
-        PackplanError: The run has a fault, or a stored file is damaged.
+        PackplanError: The run has a fault, no pack has several samples, or a stored file is
+            damaged.
     """
     from packplan.app.opening.ranks import join_ranks
     from packplan.app.sft.train import prepare
@@ -101,7 +102,7 @@ def check(config: RunConfig, *, num_packs: int) -> Report:
 
 def compare_packs(config: RunConfig, trainer: PlanTrainer, train: PlannedSplit, *, num_packs: int) -> Report:
     """
-    Compare packs with a trainer that is already prepared; see `check`.
+    Compare packs with their samples alone, with a trainer that is already prepared; see `check`.
 
     Args:
         config: The run.

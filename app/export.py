@@ -32,15 +32,13 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def run(options: argparse.Namespace, words: Sequence[str]) -> None:
-    """Measure and plan the rows, and write them; ConfigError if the folder exists."""
+    """Measure, plan and write rows; ConfigError if the folder exists, or rows cannot be written."""
     folder: Path = options.cached_dataset
     if folder.exists():
         raise ConfigError.for_key("--cached-dataset", f"is {folder}, which exists: name a new folder, or remove it")
     config = resolve_command([options.source, *words], world_size=options.world_size)
     if config.command and not config.command.sequences_per_row:
-        reason = (
-            "has rows that are encoded in full to be measured: write them with swift export --to_cached_dataset true"
-        )
+        reason = "holds no split texts, embeddings or rankings: write those by swift export --to_cached_dataset true"
         raise ConfigError.for_key("--cached-dataset", reason)
     splits = build_command(config, most_left_out=options.allow_left_out)
     from packplan.app.opening.command_rows import export_rows  # loads ms-swift

@@ -63,7 +63,7 @@ def run(options: argparse.Namespace) -> None:
         missing = "DATA" if not data else "--model"
         raise ConfigError.for_key(missing, "is not given, and there is no --config that names it: add it")
     if options.config is not None and (data or options.model):
-        raise ConfigError.for_key("--config", "has a model and data: leave DATA and --model out, or give key=value")
+        raise ConfigError.for_key("--config", "names a model and data: leave out DATA and --model, or give key=value")
     output: Path = options.output
     with raising_on_all_ranks():
         length_tables.refuse_other_output(output)
@@ -91,7 +91,7 @@ def run(options: argparse.Namespace) -> None:
 
 
 def _write_table(split: Split, output: Path, report: ReportProgress) -> Arrays:
-    """Measure a split and write its table; return no arrays, since other ranks need none."""
+    """Measure a split, and write its table; return no arrays, since other ranks need no result."""
     table = measure(split, report)
     report(f"writing {output}")
     length_tables.publish_table(split, split.stores.lengths.stored(), output)

@@ -35,7 +35,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("tool", choices=["swift"], help="tool that trains: swift means ms-swift")
     parser.add_argument(
         "source", nargs="?", metavar="swift sft ...",
-        help="an ms-swift command, at the end: the plugin then trains only its plan",
+        help="an ms-swift command, at the end: the plugin then trains only the plan of this command",
     )  # fmt: skip
     parser.add_argument(
         "-o", "--output", type=Path, metavar="plugin.py", default=Path("plugin.py"),
@@ -52,7 +52,7 @@ def main(arguments: list[str] | None = None) -> int:
     )  # fmt: skip
     parser.add_argument(
         "--max-sequence-parallel-size", type=parse_ranks, metavar="N",
-        help="most ranks that may share a pack: a power of two (default: the largest that divides all ranks)",
+        help="most ranks that may share a pack, a power of two (default: the largest that divides their number)",
     )  # fmt: skip
     parser.add_argument("--world-size", type=parse_ranks, metavar="N", help="ranks (default: as in the command)")
     add_logging_options(parser)

@@ -90,7 +90,7 @@ def main(arguments: list[str] | None = None) -> int:
         print(as_json(options.model, found) if options.json else as_table(found))
         run = found[0]
         if not run.may_pack:
-            where = next((f"; first in {one.mixes_in}" for one in found if one.mixes_in is not None), "")
+            where = next((f"; they first mix in {one.mixes_in}" for one in found if one.mixes_in is not None), "")
             fact = f"samples of {options.model} may not share packs: {run.reason}{where}"
             raise MismatchError("leak", fact, {"module": run.mixes_in})
 

@@ -46,7 +46,7 @@ _ELSEWHERE = "free disk space, or write elsewhere"
 BROKEN_PIPE, USER_ERROR, VERIFICATION_FAILED, INTERRUPTED, TERMINATED = 1, 2, 3, 130, 143
 
 _NO_LAUNCHER = "DeepSpeed needs a launcher: torchrun --nproc-per-node 1 -m packplan.app.sft RUN.yaml"
-"""Error if DeepSpeed looks for ranks through MPI (mpi4py), since no launcher has started any."""
+"""Message if DeepSpeed asks MPI (mpi4py) for the ranks, since no launcher has started ranks."""
 
 EXTRAS = MappingProxyType({"ray": "ray", "deepspeed": "deepspeed", "qwen_omni_utils": "omni", "decord": "video"})
 """Package -> the extra of packplan that installs it; `train` installs all others."""
@@ -126,9 +126,10 @@ def run_command(
     """
     Run *command*, and return its exit status.
 
-    The status is 0 after success, 2 for a user's error or a full disk, and 3 for a failed check. It
-    is 1 for a closed pipe, 130 for Ctrl-C, and 143 for SIGTERM. Any other exception is a bug, and
-    is raised. An error that all ranks raise alike is printed by rank 0 alone.
+    The status is 0 after success, 3 for a failed check, 1 for a closed pipe, 130 for Ctrl-C, and
+    143 for SIGTERM. The status is 2 for a user's error, a full disk, and too many open files. Any
+    other exception is a bug, and is raised. Rank 0 alone prints an error that all ranks raise
+    alike.
 
     Args:
         command: Function that does the work, and returns True if SIGTERM ended it early.
@@ -170,7 +171,8 @@ def run_command(
 
 def print_once(error: Exception, text: Callable[[str], str] = str) -> None:
     """
-    Print an error of Packplan with the rank, unless it has been printed. Other errors are bugs.
+    Print an error of Packplan, unless it has been printed. Under a launcher, the line names the
+    rank. Other errors are bugs, and are not printed here.
 
     Args:
         error: The error.
@@ -183,7 +185,7 @@ def print_once(error: Exception, text: Callable[[str], str] = str) -> None:
 
 
 def _raise_file_limit() -> None:
-    """Raise the soft limit of open files; OSError if the hard limit is too low."""
+    """Raise the soft limit of open files to at most 65,536; OSError if only 255 are allowed."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     allowed = _MOST_FILES if hard == resource.RLIM_INFINITY else min(hard, _MOST_FILES)
     if 0 <= soft < allowed:
@@ -210,7 +212,7 @@ def run_program(main: Callable[[], int]) -> int:
         package = (error.name or "").partition(".")[0]
         if package in ("", "packplan"):
             raise
-        extra = f"this needs the package {package}: pip install 'packplan[{EXTRAS.get(package, 'train')}]'"
+        extra = f"this command needs the package {package}: pip install 'packplan[{EXTRAS.get(package, 'train')}]'"
         _print_error(f"error: {_NO_LAUNCHER if package == 'mpi4py' else extra}")
         status = USER_ERROR
     except KeyboardInterrupt:

@@ -45,8 +45,8 @@ def require_traceable(config: RunConfig) -> None:
     """
     Refuse a run whose step cannot be traced.
 
-    Runs on several ranks of torchrun are refused. Commands are refused if they train pairs, split
-    texts, tasks other than causal LM, or batches of several packs.
+    Runs on several ranks of torchrun are refused, and so are batches of several packs. Commands
+    are also refused if they train pairs, split texts, or tasks other than causal LM.
     """
     if (started := read_world_size()) > 1:
         raise ConfigError("torchrun", (Fault("", f"starts {started} ranks: use --world-size instead"),))
@@ -134,7 +134,7 @@ def resolve_command(words: Sequence[str], *, world_size: int | None = None, degr
 
 
 def lacks_packing(command: HostCommand) -> bool:
-    """Return whether no word of an ms-swift command makes packs."""
+    """Return whether an ms-swift command has neither --packing nor --padding_free."""
     return not {word.partition("=")[0] for word in command.words} & {"--packing", "--padding_free"}
 
 

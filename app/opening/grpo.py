@@ -65,7 +65,7 @@ def train(config: RlConfig, group: RankGroup, *, quiet: bool = False) -> GRPOTra
     """
     folder, checkpoint = config.training.output_dir, config.grpo.get("resume_from_checkpoint")
     if checkpoint == "last" and (checkpoint := get_last_checkpoint(folder)) is None:
-        reason = f"is last, but {folder} has no checkpoint: remove it to begin at step 1"
+        reason = f"is last, but {folder} has no checkpoint: remove the key to begin at step 1"
         raise ConfigError.for_key(_CHECKPOINT_KEY, reason)
     if checkpoint is not None:
         engine = config.grpo.get("deepspeed")

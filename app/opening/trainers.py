@@ -73,7 +73,7 @@ def warn_of_overwriting(training: TrainingConfig, group: RankGroup) -> None:
         return
     if (newest := newest_checkpoint(training.output_dir)) is not None:
         fact = f"{newest} exists, but this run starts from the beginning, and overwrites checkpoints of the same steps"
-        log.warning("%s. To continue from the newest complete one, set training.resume_from_checkpoint: last", fact)
+        log.warning("%s. For the newest complete checkpoint, set training.resume_from_checkpoint: last", fact)
 
 
 def open_checkpoint(config: RunConfig, group: RankGroup, kind: type[State]) -> Checkpoint[State] | None:

@@ -44,7 +44,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def add_left_out_option(parser: argparse.ArgumentParser) -> None:
-    """Declare the option --allow-left-out, for an ms-swift command and its plugin."""
+    """Declare the option --allow-left-out, the limit of rows that ms-swift commands leave out."""
     parser.add_argument(
         "--allow-left-out", type=partial(parse_number, most=100), metavar="PERCENT",
         help="largest percentage of the training rows that an ms-swift command may leave out (default: 1)",

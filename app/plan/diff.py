@@ -51,7 +51,7 @@ stored.
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the command's arguments."""
     parser.add_argument("first", metavar="A", help="a run.yaml, an output folder or a checkpoint")
-    parser.add_argument("second", metavar="B", help="a second such path; overrides change keys of a YAML")
+    parser.add_argument("second", metavar="B", help="a path as A, or a command; overrides change its keys")
     add_overrides(parser)
     parser.add_argument("--split", choices=["train", "eval"], default="train", help="split (default: train)")
     parser.add_argument("--world-size", type=parse_ranks, metavar="N", help="ranks (default: as in plan show)")
@@ -121,11 +121,9 @@ def _open_side(name: str, words: Sequence[str], split: str, world_size: int | No
 def _run_side(config: RunConfig, split: str, world_size: int | None) -> Side:
     opened = open_split(config, *selected_splits(config, split), world_size=world_size)
     stale = opened.plan.key.differences(opened.split.plan_key(opened.lengths.digest))
-    for line in (*yield_stale_inputs(config, opened.lengths), *stale):
-        print(
-            f"warning: {config.source} has changed since its plan was stored, so training would plan again: {line}",
-            file=sys.stderr,
-        )
+    again = (f"training would plan again, since a setting has changed: {one}" for one in stale)
+    for line in (*yield_stale_inputs(config, opened.lengths), *again):
+        print(f"warning: {config.source}: {line}", file=sys.stderr)
     facts, packs = _stored_side(opened.plan, opened.lengths)
     schedule = schedule_summary(opened)
     facts["order"] = {"seed": opened.schedule.seed, "shuffle": opened.schedule.shuffle}

@@ -76,7 +76,8 @@ def explain_pack(config: RunConfig, opened: StoredSplit, pack: int) -> dict[str,
 
 def _record_locator(config: RunConfig, opened: StoredSplit) -> Locate | None:
     """
-    Return the function that locates a sample's record; None if files are missing or have changed.
+    Return the function that locates a sample's record. None if files are missing, or have another
+    number of records than was measured.
     """
     parts = 1
     try:

@@ -2,9 +2,9 @@
 Predict how much memory a training step needs on each rank, and the longest template.max_length that
 fits, without the training hardware.
 
-The command traces the run's model on packs of its plan. The trace needs only the model's
-config.json, and computes no values. If no plan is stored, the command measures and plans the run
-first, as `packplan plan build` does.
+The command traces the run's model on packs of its plan. The trace reads no weights of the model,
+and computes no values. If no plan is stored, the command measures and plans the run first, as
+`packplan plan build` does.
 """
 
 import argparse

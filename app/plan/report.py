@@ -115,7 +115,7 @@ def _tables(opened: StoredSplit) -> Iterator[tuple[str, Row, Sequence[Row]]]:
 
 
 def _measured(folder: Path) -> Iterator[Figure]:
-    """Yield time and memory that a training run has logged, if there was one."""
+    """Yield step time and peak memory from the log of a training run, if there is a log."""
     log = folder / "logging.jsonl"
     text = log.read_text(encoding="utf-8", errors="replace") if log.is_file() else ""
     seconds, memory = (

@@ -91,9 +91,8 @@ def _read_text(config: RunConfig, opened: StoredSplit, sample: int) -> list[dict
     encoder = open_encoders(config)[opened.split.name]
     measured, parts = opened.lengths.origin.num_records, encoder.records_per_sample
     if len(encoder) != measured * parts:
-        message = (
-            f"the data have {counted(len(encoder) // parts, 'record')} now, but {measured:,} were measured: build again"
-        )
+        now = len(encoder) // parts
+        message = f"{measured:,} records were measured, but the data now have {now:,}: run packplan plan build again"
         raise DataSetError(message)
     runs = (run for part in range(parts) for run in encoder.decode_text(sample * parts + part))
     return [{"trained": trained, "text": text} for trained, text in runs]

@@ -62,7 +62,7 @@ def selected_splits(config: RunConfig, split: str | None) -> list[str]:
     refuse_stream(config)
     having = ["train", *(["eval"] if config.custom.val_jsonl else [])]
     if split is not None and split not in having:
-        raise ConfigError.for_key("custom.val_jsonl", "is not set, so there is no eval split")
+        raise ConfigError.for_key("custom.val_jsonl", "is not set, so there is no eval split: set it, or show train")
     return having if split is None else [split]
 
 

@@ -2,8 +2,8 @@
 Predict how long training takes: each step, an epoch, the run, its evaluations and checkpoints.
 
 The command first trains and times about thirty steps of the run's own packs, under torchrun on all
-ranks, and deletes the trained weights. If no plan is stored, the command measures and plans the
-run.
+ranks, and deletes the trained weights. If no plan is stored, the command measures and plans the run
+before these steps.
 """
 
 import argparse

@@ -88,7 +88,7 @@ def run(options: argparse.Namespace) -> None:
         try:
             found[name] = list(verify(split, num_samples=options.samples, decode=options.decode))
         except NotBuiltError as error:
-            found[name] = [Finding("artefacts", error.folder, f"{error.reason}: packplan plan build makes it")]
+            found[name] = [Finding("artefacts", error.folder, f"{error.reason}: packplan plan build measures them")]
             absent.append(error)
     if len(absent) == len(opened):
         raise absent[0]
@@ -183,7 +183,7 @@ def _input_faults(split: Split, origin: Origin, differences: tuple[Difference, .
         yield Finding("inputs", change.key, f"measured with {values}; {MEASURE_AGAIN}")
     total = len(source)
     if origin.num_measured < total and not _data_differ(differences):
-        reason = f"{origin.num_measured:,} of {counted(total, 'record')} are measured: packplan plan build continues"
+        reason = f"{origin.num_measured:,} of {counted(total, 'record')} are measured: run packplan plan build again"
         yield Finding("inputs", where, reason)
     for one in origin.bad:
         if one.index < total and source.digest_and_folder(one.index)[0] != one.sha256:

@@ -9,9 +9,10 @@ Audits of measurements: before samples are planned, some are encoded again and c
 | all are measured | `check_repeatability` | the same, and media's shapes | later runs trust them |
 
 *Here* means in this process, in backward order. *Elsewhere* means in another process, epoch and
-order, as in training. In addition, `adapters/samples` audits its shortcut while it measures, and
-compares the first sample of each kind with ms-swift's own encoding. Training compares every sample
-with its measurement.
+order, as in training. While `adapters/samples` measures samples by its shortcut, without encoding
+them in full, it also encodes some samples in full, and compares the lengths. It also compares the
+first sample of each kind with ms-swift's own encoding. Training compares every sample with its
+measurement.
 """
 
 from collections.abc import Mapping
@@ -98,7 +99,7 @@ def recheck_stored(source: LengthSource, stored: StoredRows) -> int:
 def check_repeatability_early(source: LengthSource, num_measured: int, *, report: ReportProgress, skips: bool) -> None:
     """
     If more than `REPEATED_FIRST_ABOVE` records are not measured yet, encode `REPEATED_SAMPLES` of
-    them three times, and compare the results.
+    these records three times, and compare the results.
 
     Args:
         source: Source of all records.

@@ -113,7 +113,8 @@ class EpochPlanner:
 
     def plan(self, epoch: int) -> EpochPlan:
         """
-        Return the plan of an epoch; ArgumentError if it drops too many tokens, or has no pack.
+        Return the plan of an epoch; ArgumentError if the plan drops too many tokens, or has no
+        pack.
         """
         plan = plan_epoch(self.recipe, self.policy, self.samples, epoch, quick_bound=True)
         refuse_dropped(plan.raw, self.samples.lengths, self.policy)
@@ -174,6 +175,6 @@ class PlannedEpochs:
         planner, counted_before = self.planner, self.records[epoch]
         plan = planner.plan(epoch)
         if (found := planner.make_record(plan)) != counted_before:
-            fact = f"epoch {epoch} was counted with the plan {counted_before.checksum}, and is now planned as"
+            fact = f"epoch {epoch} had plan {counted_before.checksum} before the first step, and now has"
             raise MismatchError("ranks_disagree", f"{fact} {found.checksum}", {"epoch": epoch})
         return PackStats.from_plan(plan.raw, planner.samples.lengths, packed=planner.policy.packing, works=self.works)

@@ -1,8 +1,8 @@
 """
 Loads stored measurements of samples, measures missing samples, and encodes some samples again.
 
-Records are measured by `split.source`, a `SwiftMeasurer` in a run. Lengths in a table
-(`custom.lengths`) are used instead of measuring. If a run allows records that cannot be encoded,
+`split.source` measures the records. A record that is in the table `custom.lengths` is not measured:
+its lengths in the table are used. If a run allows records that cannot be encoded,
 `custom.max_bad_share` limits their share.
 """
 
@@ -129,8 +129,8 @@ def _load_stored(split: Split, bad: BadRecords) -> StoredRows:
 
 def describe_changed_records(split: Split) -> str:
     """
-    Return a clause with the number of new or changed records, and the first of them. It is empty
-    if no digests are stored, or if records were only added or removed at the end.
+    Return a clause with the number of new or changed records, and the first of these records. The
+    clause is empty if no digests are stored, or if records were only added or removed at the end.
     """
     stored = split.stores.lengths.record_heads()
     current = split.source.record_heads() if stored.size else stored

@@ -117,8 +117,8 @@ def measure_and_plan(
         world_size: Number of ranks to align for; if None, the number of *ranks*.
         resumable: Names of the plans in the run's checkpoints; a resumed run stores no other plan.
             None, for a run from the beginning, allows any plan.
-        is_forecast: Whether *world_size* is only asked about, so that no aligned plan is stored for
-            it, which `plan show` would take as its default.
+        is_forecast: Whether no run has to train on *world_size* ranks. If so, no aligned plan is
+            stored for this number, which `plan show` would otherwise take as its default.
 
     Raises:
         PackplanError: Any error of rank 0, raised on every rank.

@@ -128,7 +128,7 @@ class Split:
     """Encoder of the samples, for measuring and training."""
 
     source: LengthSource = attrs.field(default=None)
-    """Measurer of the same samples, a `SwiftMeasurer` in a run."""
+    """Measurer of the same samples: a `SwiftMeasurer`, or a command's `DatasetRowsMeasurer`."""
 
     known: KnownTable | None = None
     """

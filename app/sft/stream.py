@@ -1,6 +1,5 @@
 """
-The trainer variant `rollout`: packs are made during training, from data that is mixed again in each
-epoch.
+The trainer variant `rollout`: packs are made during training, while a stream of samples is read.
 """
 
 from __future__ import annotations
@@ -65,7 +64,7 @@ def train_stream(config: RunConfig, trainer: StreamTrainer) -> None:
 
 
 def prepare_stream(config: RunConfig, group: RankGroup) -> StreamTrainer:
-    """Choose the attention, plan the evaluation, and build the trainer."""
+    """Choose the attention, find the checkpoint, plan the evaluation, and build the trainer."""
     training = config.training
     warn_of_overwriting(training, group)
     checkpoint = open_checkpoint(config, group, StreamState)
@@ -115,7 +114,7 @@ def _log_stream(
     """Log the table of a stream's run, and its warnings."""
     batch = accumulation_of(config, world_size=world_size).effective_batch_size
     rows = {
-        "data": f"{counted(num_records, 'record')}, mixed and packed during training",
+        "data": f"{counted(num_records, 'record')}, packed during training",
         "packs": f"of {counted(config.packing_length, 'token')}, in the order of samples; steps of an epoch unknown",
         "training": f"{_run_length_text(config)}; {counted(batch, 'pack')} a step, on {counted(world_size, 'rank')}",
         **({} if evaluation is None else {"eval": describe_evaluation(evaluation)}),

@@ -134,7 +134,7 @@ def _log_plans(config: RunConfig, splits: list[PlannedSplit], schedule: EpochSch
 
 
 def _check_and_log_end(config: RunConfig, trainer: PlanTrainer) -> None:
-    """Log the end of training; RuntimeError if the number of steps differs from the plan."""
+    """Log the end of training; RuntimeError if a run that may not stop early has other steps."""
     num_steps, schedule = trainer.state.global_step, trainer.schedule
     total = max(schedule.total_steps, schedule.start.step)
     if trainer.was_terminated:

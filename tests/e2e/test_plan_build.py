@@ -205,4 +205,4 @@ def test_the_text_of_a_sample_is_shown_with_what_of_it_is_trained(write_run, run
     assert any(line.startswith('  trained "blue circle') for line in shown)
     write_lines(data, chats(1))
     said = run("show", path, "--sample", 0, "--text", status=2).err
-    assert "the data have 1 record now, but 4 were measured" in said
+    assert "4 records were measured, but the data now have 1" in said

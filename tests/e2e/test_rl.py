@@ -157,7 +157,7 @@ def test_a_policy_that_sees_is_trained_with_adapters(write_rl, tmp_path):
         (["grpo.reward_funcs=tests.e2e.test_rl:boom"], "test_rl:boom, which failed: KeyError: 'answer'"),
         (["grpo.num_generations=3"], "grpo is refused by TRL: .* must be divisible by num_generations"),
         (["grpo.fsdp=full_shard auto_wrap"], "grpo.fsdp has no effect on a CPU, .* remove the key, or train on"),
-        (["grpo.resume_from_checkpoint=last"], "has no checkpoint: remove it to begin at step 1"),
+        (["grpo.resume_from_checkpoint=last"], "has no checkpoint: remove the key to begin at step 1"),
         (["custom.train_jsonl={data}/colours.jsonl"], r"colours.jsonl, line \d+: the record has images, but the model"),
     ],
 )

@@ -128,6 +128,6 @@ def test_a_command_whose_extra_is_missing_names_it(programs, tmp_path, command):
     ended = run(tmp_path, programs / "packplan", command, *words)
 
     assert 2 == ended.returncode, ended.stderr
-    assert ended.stderr.startswith("error: this needs the package ")
+    assert ended.stderr.startswith("error: this command needs the package ")
     assert ended.stderr.endswith(": pip install 'packplan[train]'\n")
     assert 1 == ended.stderr.count("\n")
