@@ -13,8 +13,9 @@ are kept apart.
 """
 
 import copy
+import inspect
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from functools import partial
 from typing import Any
@@ -74,7 +75,13 @@ class StepLoss:
     """Largest allowed relative difference."""
 
 
-def assert_step_loss(trainer: Any, *, model: torch.nn.Module | None = None, limit: float | None = None) -> StepLoss:
+def assert_step_loss(
+    trainer: Any,
+    *,
+    model: torch.nn.Module | None = None,
+    labels: Sequence[torch.Tensor] | None = None,
+    limit: float | None = None,
+) -> StepLoss:
     """
     Assert that a step's loss is the mean over its supervised tokens, with the gradients of this
     mean.
@@ -86,7 +93,9 @@ def assert_step_loss(trainer: Any, *, model: torch.nn.Module | None = None, limi
     Args:
         trainer: Trainer of transformers, or a function that computes the gradients of one step and
             returns the loss to report, or None.
-        model: Model that the function calls with `labels`; None takes the trainer's model.
+        model: Model that the function calls; None takes the trainer's model.
+        labels: Labels of each call of the model; each has the shape (rows, tokens). None takes the
+            `labels` that the function passes to the model.
         limit: Largest allowed relative difference. None takes the difference that rounding can
             cause.
 
@@ -109,7 +118,7 @@ def assert_step_loss(trainer: Any, *, model: torch.nn.Module | None = None, limi
         _refuse_shared_or_scaled(trainer)
     autocast = trainer.accelerator.autocast if is_trainer else nullcontext
     with restoring_training_state(model), torch.enable_grad():
-        loss, gradients, batches = (_run_trainer if is_trainer else _run_function)(trainer, model)
+        loss, gradients, batches = _run_trainer(trainer, model) if is_trainer else _run_function(trainer, model, labels)
         counts = getattr(trainer, "counts", None)  # if ranks share a row, only one counts it
         batches = [*filter(counts, batches)] if counts else batches
         samples = [_read_sample(batch) for rank in gather_from_ranks(send_to_device(batches, "cpu")) for batch in rank]
@@ -135,11 +144,9 @@ def assert_step_loss(trainer: Any, *, model: torch.nn.Module | None = None, limi
     found = StepLoss(loss, expected.loss, apart.gradients, factor, tokens, limit)
     facts = []
     if loss is not None and not apart.loss <= limit:
-        facts.append(
-            f"the step's loss is {loss:.5g}, which is {loss / found.due:.4g} times the expected {found.due:.5g}"
-        )
+        facts.append(f"the step's loss is {loss:.5g} instead of {found.due:.5g} (factor {loss / found.due:.4g})")
     if not found.gradients <= limit:
-        facts.append(f"the gradients are {factor:.4g} times the expected ones, and differ by {found.gradients:.2g}")
+        facts.append(f"the gradients differ by {found.gradients:.2g} of their norm (factor {factor:.4g})")
     ranks = gather_from_ranks("; ".join(facts))
     for difference in filter(None, ranks):  # a rank may differ alone
         numbers = f"{counted(len(ranks), 'rank')} of {counted(len(batches), 'batch')} each"
@@ -158,19 +165,42 @@ def _refuse_shared_or_scaled(trainer: Any) -> None:
         raise ArgumentError("host", fact)
 
 
-def _run_function(function: Callable[[], Any], model: torch.nn.Module) -> tuple[Any, Gradients, list[Any]]:
-    """Run the step of a function; return its loss, gradients and batches."""
-    batches: list[Mapping[str, Any]] = []
+def _run_function(
+    function: Callable[[], Any], model: torch.nn.Module, labels: Sequence[torch.Tensor] | None
+) -> tuple[Any, Gradients, list[Any]]:
+    """
+    Run the step of a function; return its loss, gradients and batches.
 
-    def note_batch(_: Any, positional: tuple[Any, ...], named: dict[str, Any]) -> None:
-        batches.append({**({"input_ids": positional[0]} if positional else {}), **named})
+    A batch is noted before hooks change it, and once, even if a hook of `unpad` calls the model
+    again.
+    """
+    batches: list[Mapping[str, Any]] = []
+    parameters = inspect.signature(model.forward).parameters.values()
+    names = [one.name for one in parameters if one.kind is one.POSITIONAL_OR_KEYWORD] or ["input_ids"]
+    depth = 0
+
+    def enter(_: Any, positional: tuple[Any, ...], named: dict[str, Any]) -> None:
+        nonlocal depth
+        if not depth:
+            batches.append({**dict(zip(names, positional, strict=False)), **named})
+        depth += 1
+
+    def leave(*_: Any) -> None:
+        nonlocal depth
+        depth -= 1
 
     versions = [one._version for one in model.parameters()]  # noqa: SLF001  # has no public name
-    with model.register_forward_pre_hook(note_batch, with_kwargs=True):
+    entering = model.register_forward_pre_hook(enter, with_kwargs=True, prepend=True)
+    with entering, model.register_forward_hook(leave, always_call=True):
         loss = function()
     if versions != [one._version for one in model.parameters()]:  # noqa: SLF001  # see above
         raise ArgumentError("host", "the step changed the weights: leave the optimizer's update out of the function")
-    return None if loss is None else float(loss), _copy_gradients(model), batches
+    if labels is not None:
+        if len(labels) != len(batches):
+            calls = f"the step calls the model {counted(len(batches), 'time')}, but labels has {len(labels)}"
+            raise ArgumentError("host", f"{calls}: pass the labels of each call")
+        batches = [{**batch, "labels": own} for batch, own in zip(batches, labels, strict=True)]
+    return None if loss is None else float(torch.as_tensor(loss).detach()), _copy_gradients(model), batches
 
 
 def _run_trainer(trainer: Any, model: torch.nn.Module) -> tuple[Any, Gradients, list[Any]]:
@@ -233,9 +263,8 @@ def _read_sample(batch: Mapping[str, Any]) -> Sample:
     """Return a batch as one sample; ArgumentError if it has no labels."""
     labels = batch.get("labels")
     if not isinstance(labels, torch.Tensor):
-        raise ArgumentError(
-            "packed_batch", "the model is given no labels, so there is no loss to compare: pass labels to the model"
-        )
+        fact = "the model is given no labels, so there is no loss to compare: pass labels to the model, or labels=[…]"
+        raise ArgumentError("packed_batch", f"{fact} with those of each call")
     return Sample(without_labels(batch), next_tokens(labels).flatten())
 
 

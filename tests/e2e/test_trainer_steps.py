@@ -4,6 +4,7 @@ import json
 import re
 import tempfile
 from functools import partial
+from operator import itemgetter
 from pathlib import Path
 
 import attrs
@@ -14,7 +15,9 @@ import torch.nn.functional as F  # noqa: N812  # its usual name
 from torch import nn
 from transformers import DataCollatorWithFlattening, Trainer, TrainingArguments
 
-from packplan.core.errors import ModelError, PackplanError
+from packplan.adapters.loaders.rows import pad_rows
+from packplan.core.errors import ArgumentError, MismatchError, ModelError, PackplanError
+from packplan.hf import count_supervised, token_mean, unpad
 from packplan.testing import assert_step_loss
 from tests.e2e.unpad_rank import build
 from tests.nearness import FLOAT32
@@ -143,17 +146,17 @@ def on_rank(out):
 
 TOOK = r"; the step had 2 ranks of 2 batches each$"
 
-OTHER = rf"^MismatchError: .*the gradients are .*{TOOK}"
+OTHER = rf"^MismatchError: .*the gradients differ by .*{TOOK}"
 
 REFUSED = {
     "accumulation is not divided by": OTHER,
-    "world size twice": rf"is [\d.]+, which is 0\.5 times the expected [\d.]+; the gradients are 0\.5 times .*{TOOK}",
+    "world size twice": rf"is [\d.]+ instead of [\d.]+ \(factor 0\.5\); the gradients .* \(factor 0\.5\){TOOK}",
     "ranks of unequal token counts": OTHER,
     "gradients stay apart": OTHER,
     "a rank differs alone": OTHER,
     "trainer not divided": OTHER,
     "trainer with ranks of unequal token counts": OTHER,
-    "trainer smooths labels": rf"^MismatchError: .*times the expected .*; the gradients are .*{TOOK}",
+    "trainer smooths labels": rf"^MismatchError: .* instead of .*; the gradients differ .*{TOOK}",
     "no update belongs in it": "^ArgumentError: the step changed the weights: leave the optimizer's update out",
     "nothing is computed": "^ArgumentError: the step has no supervised token",
     "nothing is labelled": "^ArgumentError: the model is given no labels",
@@ -200,3 +203,38 @@ def test_trainers_of_ms_swift_are_asked(write_run, ready):
 def test_a_model_without_gradients_is_named():
     with pytest.raises(ModelError, match="no weight with requires_grad"):
         assert_step_loss(lambda: None, model=llama().requires_grad_(requires_grad=False))
+
+
+def own_step(model, batches, *, passes, share=1):
+    """Return the step of a loop that passes labels to the model, or to `token_mean`."""
+    learned = torch.tensor(sum(count_supervised(batch["labels"]) for batch in batches))
+
+    def step():
+        losses = []
+        for ids, mask, labels in (itemgetter("input_ids", "attention_mask", "labels")(batch) for batch in batches):
+            given = {"labels": labels, "num_items_in_batch": learned} if passes else {}
+            outputs = model(ids, mask, **given)
+            losses.append(share * (outputs.loss if passes else token_mean(outputs, labels, learned)))
+            losses[-1].backward()
+        return torch.stack(losses).sum()
+
+    return step
+
+
+@pytest.mark.parametrize("passes", [True, False])
+@pytest.mark.parametrize("options", [None, {}, {"logits": False}], ids=str)
+def test_the_first_step_of_a_loop_is_sound_with_and_without_padding(options, passes):
+    """Its calls are counted once, though `unpad` compares the first ones with padded passes."""
+    batches = [pad_rows(rows()[:3]), pad_rows(rows()[3:6])]
+    labels = None if passes else [batch["labels"] for batch in batches]
+    model = llama()
+    if options is not None:
+        unpad(model, **options)
+
+    found = assert_step_loss(own_step(model, batches, passes=passes), model=model, labels=labels)
+
+    assert (sum(LENGTHS[:6]) - 12, found.due) == (found.tokens, pytest.approx(found.loss, rel=FLOAT32))
+    with pytest.raises(MismatchError, match=r"\(factor 0\.5\); the step had 1 rank of 2 batches each$"):
+        assert_step_loss(own_step(model, batches, passes=passes, share=0.5), model=model, labels=labels)
+    with pytest.raises(ArgumentError, match="calls the model 1 time, but labels has 2: pass the labels of each call"):
+        assert_step_loss(own_step(model, batches[:1], passes=True), model=model, labels=[batches[0]["labels"]] * 2)
