@@ -122,7 +122,9 @@ NO_IDENTITY = RunIdentity()
 
 def to_plain(value: attrs.AttrsInstance) -> dict[str, Any]:
     """Convert a frozen attrs value to dicts, lists, strings and numbers."""
-    return attrs.asdict(value, value_serializer=lambda _, __, held: held.tolist() if _is_array(held) else held)
+    return attrs.asdict(
+        value, value_serializer=lambda _, __, held: held.tolist() if isinstance(held, np.ndarray) else held
+    )
 
 
 def seal(values: Mapping[str, Any]) -> dict[str, Any]:
@@ -188,7 +190,3 @@ def _as_type(kind: Any, value: Any, name: str) -> Any:
         names = " or ".join(getattr(one, "__name__", str(one)) for one in wanted)
         raise ValueError(f"{name} is {value!r:.80}, but has to be {names}")
     return value
-
-
-def _is_array(value: object) -> bool:
-    return isinstance(value, np.ndarray)

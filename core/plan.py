@@ -6,7 +6,6 @@ other samples are then packed, and the packs are filtered by their fill and orde
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from decimal import Decimal
 from fractions import Fraction
 from math import inf, lcm
 from typing import Any, get_args
@@ -174,7 +173,10 @@ def build_raw_plan(
     >>> build_raw_plan([80, 81, 20, 20, 20, 20], packing_length=80).packs.tolist()
     [[0], [1], [2, 3, 4, 5]]
     """
-    policy = PlanPolicy(**fields) if policy is None else attrs.evolve(_checked_policy(policy), **fields)
+    if not isinstance(policy, PlanPolicy | None):
+        message = f"the second argument has to be a PlanPolicy, not {policy!r}: write packing_length={policy!r}"
+        raise ArgumentError("argument", message)
+    policy = PlanPolicy(**fields) if policy is None else attrs.evolve(policy, **fields)
     array = as_lengths(lengths)
     long = np.flatnonzero(array >= policy.packing_length)
     single, skipped = (long, long[:0]) if policy.allow_single_long else (long[:0], long)
@@ -266,20 +268,10 @@ def _find_plan_bound(
     return Bound(found.packs + full, found.kind, found.best + full)
 
 
-def _checked_policy(policy: PlanPolicy) -> PlanPolicy:
-    """
-    Return *policy*. Raise an ArgumentError if it is not a `PlanPolicy` but, for example, a packing
-    length.
-    """
-    if not isinstance(policy, PlanPolicy):
-        message = f"the second argument has to be a PlanPolicy, not {policy!r}: write packing_length={policy!r}"
-        raise ArgumentError("argument", message)
-    return policy
-
-
 def _split_by_fill(grouped: Packs, sizes: IntArray, policy: PlanPolicy, capacity: int) -> tuple[Packs, Packs]:
     """Return the packs that the fill filter keeps, and the packs that it drops."""
-    least = min_load(policy.min_fill_ratio, capacity) if policy.drop_last else 0
+    # Exact and rounded up: 55 of 100 tokens for a ratio of 0.55.
+    least = -int(-exact_share("min_fill_ratio", policy.min_fill_ratio) * capacity // 1) if policy.drop_last else 0
     keep = grouped.loads(sizes) >= least if least > 1 else np.ones(len(grouped), dtype=bool)
     if keep.all():
         return grouped, grouped[:0]
@@ -433,11 +425,3 @@ def plan_from_arrays(arrays: Mapping[str, IntArray]) -> RawPlan:
         bound_kind=_BOUND_KINDS[int(arrays["bound_kind"][0])],
         **dict(zip(_COUNTS, arrays["counts"].tolist(), strict=True)),
     )
-
-
-def min_load(ratio: float | str | Decimal, packing_length: int) -> int:
-    """
-    Return the smallest number of tokens that fills a pack to *ratio*, an exact decimal: 55 of 100
-    for 0.55.
-    """
-    return -int(-exact_share("min_fill_ratio", ratio) * packing_length // 1)

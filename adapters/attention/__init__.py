@@ -142,15 +142,7 @@ def project_patches(model: torch.nn.Module) -> None:
     Products are summed in another order, so results may differ by rounding. Saved weights and their
     names stay the same.
     """
-    for module in model.modules():
-        if type(module) is torch.nn.Conv3d and _is_patch_projection(module):
+    for module in (one for one in model.modules() if type(one) is torch.nn.Conv3d):
+        is_whole = module.stride == module.kernel_size and set(module.dilation) == {1} and module.groups == 1
+        if is_whole and not any(module.padding):
             module.__class__ = PatchProjection
-
-
-def _is_patch_projection(convolution: torch.nn.Conv3d) -> bool:
-    """
-    Return whether the convolution computes adjacent whole patches, without padding, groups or
-    dilation.
-    """
-    whole = convolution.stride == convolution.kernel_size and convolution.groups == 1
-    return whole and set(convolution.dilation) == {1} and not any(convolution.padding)

@@ -361,7 +361,7 @@ def attend_within_blocks(
         dropout: Dropout probability of attention weights.
         scaling: Factor of the products of queries and keys; None for 1 / sqrt(size).
     """
-    capability = _gpu_capability(query.device)
+    capability = torch.cuda.get_device_capability(query.device) if query.is_cuda else _TRACED.get()
     why_not = why_not_fused(query, layout, dropout=dropout, capability=capability)
     if why_not is None:
         fused: torch.Tensor = varlen_attn(**fused_arguments(query, key, value, layout, scaling=scaling))  # type: ignore[assignment]  # no lse is asked for
@@ -427,14 +427,6 @@ def tracing_as_on_gpu() -> AbstractContextManager[None]:
     `varlen_attn`.
     """
     return hold_variable(_TRACED, _CAPABILITY)
-
-
-def _gpu_capability(device: torch.device) -> tuple[int, int] | None:
-    """
-    Return the compute capability of a CUDA GPU, or the one assumed while tracing; None for other
-    devices.
-    """
-    return torch.cuda.get_device_capability(device) if device.type == "cuda" else _TRACED.get()
 
 
 def compute_dtype(tensor: torch.Tensor) -> torch.dtype:

@@ -79,10 +79,6 @@ class _ConfigFacts:
     """Size of the copy's attention heads."""
 
     @property
-    def has_state_keys(self) -> bool:
-        return "state_size" in self.config or "expand" in self.config
-
-    @property
     def has_dynamic_rope(self) -> bool:
         """Whether rotary factors depend on the row's longest position."""
         rope = self.config.get("rope_parameters") or self.config.get("rope_scaling") or {}
@@ -111,7 +107,8 @@ def _shrink_key_heads(value: int, context: _ConfigFacts) -> int:
 
 
 def _shrink_heads(_: int, context: _ConfigFacts) -> int:
-    return _INNER // HEAD if context.has_state_keys and "head_dim" in context.config else HEADS
+    has_states = "state_size" in context.config or "expand" in context.config
+    return _INNER // HEAD if has_states and "head_dim" in context.config else HEADS
 
 
 _RULES: tuple[tuple[str, _Rule], ...] = (

@@ -111,10 +111,6 @@ class SwiftEncoder:
         """
         return ImageTokens.from_template(self.template) if self.takes_images else None
 
-    def require_encodable_images(self) -> None:
-        """Raise ConfigError if the model accepts images but its template cannot encode them."""
-        _ = self.image_tokens
-
     def read_sample(self, index: int) -> dict[str, Any]:
         """
         Return record *index* as messages, with media as local paths or as bytes of an image.
@@ -234,7 +230,10 @@ class SwiftEncoder:
         """Return the tokens and labels of a sample; RecordError if the template fails."""
         with self.wrap_encode_errors(index):
             encoded = dict(self.template.encode(to_swift_media(sample), return_length=True))
-        _drop_masks_of_wrong_length(encoded)
+        # Some templates make these for a part of the tokens; the model would apply them to all.
+        for key in ("attention_mask", "mm_token_type_ids", "token_type_ids"):
+            if isinstance(held := encoded.get(key), torch.Tensor) and held.numel() != len(encoded["input_ids"]):
+                del encoded[key]
         encoded[IMAGES.count_key] = len(sample.get("images", ()))
         encoded[VIDEOS.count_key] = len(sample.get("videos", ()))
         return self._drop_binary_weights(index, encoded)
@@ -469,18 +468,6 @@ class SwiftEncoder:
             remedy: Advice on keys of the YAML; empty if only the record can be changed.
         """
         return RecordError(str(self.records.location(index)), reason, remedy)
-
-
-def _drop_masks_of_wrong_length(encoded: dict[str, Any]) -> None:
-    """
-    Remove masks and token types from *encoded* if they are not as long as the tokens.
-
-    Some templates make masks and token types for only a part of the tokens, but the model would
-    apply them to the whole sample.
-    """
-    for key in ("attention_mask", "mm_token_type_ids", "token_type_ids"):
-        if isinstance(held := encoded.get(key), torch.Tensor) and held.numel() != len(encoded["input_ids"]):
-            del encoded[key]
 
 
 def to_swift_media(sample: dict[str, Any]) -> dict[str, Any]:

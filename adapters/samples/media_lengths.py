@@ -17,7 +17,7 @@ media, and the constant costs of a processor, cancel out.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from fractions import Fraction
 from functools import lru_cache, partial
 from typing import Any
@@ -64,10 +64,6 @@ class ImageCosts:
         """
         return self.cost(width, height) - self.cost(*DUMMY_SIZE)
 
-    def agrees_with(self, encoded: Mapping[tuple[int, int], Measurement]) -> bool:
-        """Return whether `extra_cost` equals the value from full encodes for each size."""
-        return all(self.extra_cost(*size) == cost for size, cost in encoded.items())
-
 
 def find_image_costs(template: Template) -> ImageCosts | None:
     """Return the first method that agrees with full encodes for all `PROOF_SIZES`, or None."""
@@ -79,8 +75,9 @@ def find_image_costs(template: Template) -> ImageCosts | None:
     except Exception as error:  # noqa: BLE001  # qwen_vl_utils leaves nothing of thin ones where MAX_PIXELS is low
         log.info("images of some sizes cannot be encoded: %s: %s", type(error).__name__, error)
         return None
-    encoded = {size: cost - stand_in for size, cost in zip(PROOF_SIZES, costs, strict=True)}
-    return next((way for way in _image_cost_methods(template, stand_in) if way.agrees_with(encoded)), None)
+    extra = [cost - stand_in for cost in costs]
+    ways = _image_cost_methods(template, stand_in)
+    return next((way for way in ways if [way.extra_cost(*size) for size in PROOF_SIZES] == extra), None)
 
 
 # Other processes receive these functions by pickling, so they are on the module's top level.

@@ -98,7 +98,7 @@ def open_encoders(config: RunConfig) -> Mapping[str, SwiftEncoder]:
     for split, files in {"train": config.custom.train_jsonl, "eval": config.custom.val_jsonl}.items():
         if files:
             encoders[split] = SwiftEncoder(config, files, template=template, cache=records_cache(config))
-            encoders[split].require_encodable_images()
+            _ = encoders[split].image_tokens  # refuses a template that cannot encode the model's images
             for one in encoders[split].data_files():
                 log.info("%s: %s has records of the shape %s", split, one.file, one.shape)
     return encoders

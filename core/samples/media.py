@@ -96,8 +96,12 @@ def _to_image(image: Any, *, urls: bool) -> Image:
         fail("has 'images' with an entry that is not an image: write a path, a data URI, base64, {path} or {bytes}")
     if image.startswith("data:"):
         return _image_from_uri(image)
-    if (held := _image_from_base64(image)) is not None:
-        return held
+    if _BASE64_START.match(image):
+        try:
+            return _decode_base64(image, "an image")
+        except ValueError:
+            if _BASE64.match(image):
+                raise
     return _require_path(image, "image", urls=urls)
 
 
@@ -120,21 +124,6 @@ def shows_medium(part: Any) -> bool:
     held = {name for name, value in part.items() if not is_empty(value)} if isinstance(part, Mapping) else set()
     kind = part["type"] if "type" in held else None
     return isinstance(kind, str) and kind in PART_KEYS and (held == {"type"} or not held.isdisjoint(_NAMING))
-
-
-def _image_from_base64(image: str) -> bytes | None:
-    """
-    Return the bytes of an image in base64, or None for any other text. Raise a ValueError if a text
-    that is base64 as a whole cannot be decoded.
-    """
-    if not _BASE64_START.match(image):
-        return None
-    try:
-        return _decode_base64(image, "an image")
-    except ValueError:
-        if _BASE64.match(image):
-            raise
-    return None
 
 
 def _image_from_uri(image: str) -> bytes:

@@ -245,9 +245,13 @@ def _normalise_messages(messages: Sequence[Mapping[str, Any]], media: Media) -> 
     Return messages that have only a role and text. Images and videos in the messages are moved to
     *media*.
     """
-    said = [message for message in map(_normalise_role, messages) if not _is_null_system(message)]
-    called = map(to_text_content, split_calls(said))
-    return [_flatten_content(message, media) for message in split_parts(called)]
+    # Some exports write a system message that has only null values.
+    said = [one for one in map(_normalise_role, messages) if one != {**dict.fromkeys(one), "role": "system"}]
+    converted = list(split_parts(map(to_text_content, split_calls(said))))
+    for message in converted:
+        if isinstance(parts := message.get("content"), list):
+            message["content"] = "".join(_flatten_part(part, media) for part in parts)
+    return converted
 
 
 def _add_media(record: Mapping[str, Any], media: Media) -> Mapping[str, Any]:
@@ -284,11 +288,6 @@ def _normalise_role(message: Mapping[str, Any]) -> dict[str, Any]:
     return converted
 
 
-def _is_null_system(message: Mapping[str, Any]) -> bool:
-    """Return whether a message is a system prompt with null content, which some exports write."""
-    return message.get("role") == "system" and all(held is None for name, held in message.items() if name != "role")
-
-
 def _refuse_answer_first(messages: Sequence[Mapping[str, Any]]) -> None:
     """
     Raise an error if an assistant's message comes before the first user message, since the roles
@@ -302,17 +301,6 @@ def _refuse_answer_first(messages: Sequence[Mapping[str, Any]]) -> None:
             "begins with a message of the assistant: swap the roles if they are swapped; otherwise write whether it is "
             "trained, as 'loss': true or false"
         )
-
-
-def _flatten_content(message: dict[str, Any], media: Media) -> dict[str, Any]:
-    """
-    Return a message with its content as one text. Images and videos in the content are moved to
-    *media*.
-    """
-    content = message.get("content")
-    if not isinstance(content, list):
-        return message
-    return {**message, "content": "".join(_flatten_part(part, media) for part in content)}
 
 
 def _flatten_part(part: object, media: Media) -> str:

@@ -30,7 +30,10 @@ from its text, not from its value.
 
 
 _KEPT: set[int] = set()
-"""File descriptors that stay open, at most `_most_kept`. Other files are opened for each read."""
+"""
+File descriptors that stay open, at most a quarter of the process's limit. Other files are opened
+for each read.
+"""
 
 _TOO_LONG = "a number with more than 4,300 digits is too large: write it as text, in quotes"
 """Reason that replaces Python's message, which names a function of `sys`."""
@@ -123,7 +126,7 @@ class LinesFile(RecordFile):
         """Read and return the bytes *start* to *end* - 1, without mapping the file into memory."""
         kept = self._descriptor
         descriptor = os.open(self.path, os.O_RDONLY | os.O_CLOEXEC) if kept is None else kept
-        if kept is None and len(_KEPT) < _most_kept():
+        if kept is None and len(_KEPT) < resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 4:
             self._descriptor = kept = descriptor
             _KEPT.add(descriptor)
             weakref.finalize(self, _close_kept, descriptor)
@@ -133,13 +136,6 @@ class LinesFile(RecordFile):
         finally:
             if kept is None:
                 os.close(descriptor)
-
-
-def _most_kept() -> int:
-    """
-    Return the number of files that may stay open: a quarter of the process's limit of open files.
-    """
-    return resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 4
 
 
 def _close_kept(descriptor: int) -> None:
