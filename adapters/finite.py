@@ -27,9 +27,9 @@ class StopsAtNonFinite:
     """
 
     accelerator: Any
-    args: Any
     eval_dataset: Any
     state: Any
+    sum_over_ranks: Any
 
     _step_loss: torch.Tensor | float = 0.0
 
@@ -65,7 +65,3 @@ class StopsAtNonFinite:
             if not math.isfinite(loss := metrics.get(name, 0.0)):
                 raise not_finite_error(name, loss)
         return metrics
-
-    def sum_over_ranks(self, numbers: torch.Tensor) -> torch.Tensor:
-        """Return the sum of a tensor over all ranks."""
-        return torch.as_tensor(self.accelerator.reduce(numbers.to(self.args.device)))

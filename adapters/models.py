@@ -127,32 +127,22 @@ def root_mean_square(weights: Iterable[torch.Tensor], *, device: torch.device | 
     Args:
         weights: Weights of the model, or this rank's part of them.
         device: Device for the sum over all ranks; if it is given, every rank has to call this
-            function. None sums over this rank alone.
+            function, and a weight that several ranks have in full counts once. None sums over this
+            rank alone.
     """
-    squares, number = _sum_of_squares((one for one in weights if one.requires_grad), device=device)
-    return math.sqrt(squares / max(1.0, number))
-
-
-def _sum_of_squares(tensors: Iterable[torch.Tensor], *, device: torch.device | None) -> tuple[float, float]:
-    """
-    Return the sum of squares of all elements, and the number of elements.
-
-    Args:
-        tensors: Whole tensors, or this rank's parts of them.
-        device: Device for the sum over ranks, as in `root_mean_square`. A tensor that several ranks
-            have in full counts once.
-    """
-    sums = torch.zeros(2, dtype=torch.float64)
-    for tensor in tensors:
-        part = local_part(tensor)
-        share = 1.0 if device is None else _counted_share(tensor)
+    sums = torch.zeros(2, dtype=torch.float64)  # sum of squares, number of elements
+    for weight in weights:
+        if not weight.requires_grad:
+            continue
+        part = local_part(weight)
+        share = 1.0 if device is None else _counted_share(weight)
         norm = torch.linalg.vector_norm(part, dtype=torch.float64).cpu()
         sums += share * torch.stack([norm**2, torch.tensor(part.numel(), dtype=torch.float64)])
     if device is not None:
         sums = sums.to(device)  # ranks of other trainers may meet on their GPUs alone
         dist.all_reduce(sums)
     squares, number = sums.tolist()
-    return squares, number
+    return math.sqrt(squares / max(1.0, number))
 
 
 def _counted_share(tensor: Any) -> float:

@@ -241,8 +241,8 @@ def prepend_text_positions(inputs: dict[str, Any]) -> dict[str, Any]:
 
     transformers separates packed samples only by the row of text positions; without it, samples
     attend to each other. The input `text_position_ids` has the row of text positions. Either
-    ms-swift's collator has split this row off the rows of media positions, or `add_media_positions`
-    has added it. Inputs with a mask, or without media positions, are returned unchanged.
+    ms-swift's collator has split this row off the rows of media positions, or `Collator` has added
+    it. Inputs with a mask, or without media positions, are returned unchanged.
     """
     positions, text = inputs.get("position_ids"), inputs.get("text_position_ids")
     if positions is None or text is None or "attention_mask" in inputs or len(positions) != 3:

@@ -310,7 +310,7 @@ class ComputesPacks:
         finally:
             self._evaluated = None
         refuse_other_packs([], evaluated.expected)  # every expected batch was evaluated
-        loss, weight = self.accelerator.reduce(evaluated.sums.to(self.args.device)).tolist()
+        loss, weight = self.sum_over_ranks(evaluated.sums).tolist()
         name = f"{options.get('metric_key_prefix', 'eval')}_loss"
         if weight:
             output.metrics[name] = loss / weight
@@ -344,8 +344,7 @@ class ComputesPacks:
         loss = super().compute_loss(model, inputs, *args, **options)  # type: ignore[misc]  # of the trainer's class
         weight = groups.weight_of(num)
         if seen is not None and model.training:  # TRL has added the tokens of all ranks
-            own = torch.tensor(num * groups.is_first(num), device=self.args.device)
-            self._total_train_tokens = seen + int(self.accelerator.reduce(own))
+            self._total_train_tokens = seen + int(self.sum_over_ranks(torch.tensor(num * groups.is_first(num))))
             self._metrics["train"]["num_tokens"] = [self._total_train_tokens]
         return loss if weight == 1 else loss * weight
 
@@ -360,6 +359,10 @@ class ComputesPacks:
         """Compute token accuracy as ms-swift does; compute none if ranks share only some rows."""
         if self.row_groups is None or self.row_groups.packing_length is None:
             super()._compute_acc(*args, **options)  # type: ignore[misc]  # of ms-swift's trainer
+
+    def sum_over_ranks(self, numbers: torch.Tensor) -> torch.Tensor:
+        """Return the sum of a tensor over all ranks."""
+        return torch.as_tensor(self.accelerator.reduce(numbers.to(self.args.device)))
 
     def counts(self, inputs: Mapping[str, Any]) -> bool:
         """Return whether this rank counts the tokens of a batch that other ranks may share."""

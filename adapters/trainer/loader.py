@@ -15,14 +15,18 @@ from typing import Any, Literal
 import attrs
 import torch
 from swift.template import Template
-from swift.utils import seed_worker
+from swift.utils import get_packed_seq_params, seed_worker
 from torch.utils.data import Dataset
 
+from packplan.adapters.families import trained_config
 from packplan.adapters.loaders.packs import NORMALISER, PACK, PackOfRows
+from packplan.adapters.loaders.rows import MEDIA_TYPE_IDS, POSITIONS
 from packplan.adapters.models import replace_attributes
 from packplan.adapters.processes import end_with_parent, hide_connection_errors, ignore_foreign_sigterm
 from packplan.adapters.samples.encoder import SwiftEncoder
-from packplan.adapters.trainer.vision import add_media_positions
+from packplan.adapters.samples.media import IMAGES
+from packplan.adapters.trainer.vision import find_rope_index, token_types
+from packplan.adapters.vision_tower import parameter_names
 from packplan.core.batch import IGNORED_LABEL
 from packplan.core.errors import PackplanError
 from packplan.core.lengths import IntArray
@@ -110,7 +114,7 @@ class Collator:
         with replace_attributes(self.template, packing=self.packed, padding_free=self.packed):
             batch: Batch = self.template.data_collator(rows if self.packed else [one for (one,) in rows])
         if self.template.model_meta.is_multimodal:
-            add_media_positions(batch, self.template, samples, packed=self.packed)
+            _add_media_positions(batch, self.template, samples, packed=self.packed)
         scale = batch.get("loss_scale")
         weights = loss_weights(batch["labels"], self._sample_starts(batch), reduction=self.reduction, scale=scale)
         batch[PACK] = tuple(pack.pack for pack in packs)
@@ -145,6 +149,39 @@ def fill_token_weights(packs: Sequence[Sequence[Any]]) -> list[list[Sample]]:
         [{"loss_scale": [float(label != IGNORED_LABEL) for label in one["labels"]], **one} for one in pack]
         for pack in packs
     ]
+
+
+def _add_media_positions(
+    batch: dict[str, Any], template: Template, samples: list[dict[str, Any]], *, packed: bool
+) -> None:
+    """
+    Add three rows of multimodal position ids to a collated batch, if its template computes none.
+
+    A packed batch then has its text positions under `text_position_ids`, as do batches of templates
+    that compute both kinds. If the key for pixels is missing, it is added with the value None.
+
+    Args:
+        batch: Batch as ms-swift collates it; changed in place.
+        template: Template of ms-swift, with its model.
+        samples: Encoded samples, in the order of the batch.
+        packed: Whether the samples share one row, instead of having a padded row each.
+    """
+    batch.setdefault(IMAGES.pixels, None)  # some templates read it unconditionally
+    text = batch.get(POSITIONS)
+    if text is not None and text.dim() == 3:
+        return
+    rope = find_rope_index(template._get_model())  # noqa: SLF001  # in loader workers a dummy, which `open_template` makes
+    if rope is None:
+        return
+    given, parts = parameter_names(rope), []
+    for sample in samples:
+        tokens = torch.tensor(sample["input_ids"])[None]
+        named = {**sample, "input_ids": tokens, MEDIA_TYPE_IDS: token_types(trained_config(template.config), tokens)}
+        parts.append(rope(**{key: value for key, value in named.items() if key in given})[0])
+    if packed:
+        batch |= {POSITIONS: torch.cat(parts, -1), "text_position_ids": text, **get_packed_seq_params(text)}
+    else:
+        batch[POSITIONS] = template._pad_3d_position_ids(parts)  # noqa: SLF001  # pads on its own side
 
 
 def loss_weights(

@@ -1,4 +1,4 @@
-"""Inputs of vision models besides tokens: media, positions, and a dummy image."""
+"""Inputs of vision models besides tokens: media, token types, and a dummy image."""
 
 from __future__ import annotations
 
@@ -7,16 +7,13 @@ from typing import Any
 
 import torch
 from swift.template import Template
-from swift.utils import get_packed_seq_params
 from torch import nn
 
 from packplan.adapters.families import trained_config
-from packplan.adapters.loaders.rows import MEDIA_TYPE_IDS
+from packplan.adapters.loaders.rows import MEDIA_TYPE_IDS, POSITIONS
 from packplan.adapters.samples.media import DUMMY_SIZE, IMAGES, VIDEOS, encode_image
 from packplan.adapters.vision_tower import DummyImage, parameter_names
 from packplan.core.errors import ConfigError
-
-_POSITIONS = "position_ids"
 
 _SECONDS = "second_per_grid_ts"
 """Key of the seconds that one temporal step of patches covers, for each video."""
@@ -66,7 +63,7 @@ def media_inputs(model: Any, encoded: Mapping[str, Any]) -> dict[str, torch.Tens
         encoded: Sample that its template has encoded, or padded batch that its collator has made.
     """
     plain = plain_model(model)
-    known = parameter_names(plain.forward) - {"input_ids", "labels", "attention_mask", _POSITIONS}
+    known = parameter_names(plain.forward) - {"input_ids", "labels", "attention_mask", POSITIONS}
     # ms-swift creates them in inference mode: gradients need a copy.
     media = {key: value.clone() for key, value in encoded.items() if key in known and isinstance(value, torch.Tensor)}
     tokens = torch.as_tensor(encoded["input_ids"])
@@ -78,39 +75,6 @@ def media_inputs(model: Any, encoded: Mapping[str, Any]) -> dict[str, torch.Tens
     if _SECONDS in known and encoded.get(_SECONDS) is not None:
         media[_SECONDS] = torch.tensor(encoded[_SECONDS])
     return media
-
-
-def add_media_positions(
-    batch: dict[str, Any], template: Template, samples: list[dict[str, Any]], *, packed: bool
-) -> None:
-    """
-    Add three rows of multimodal position ids to a collated batch, if its template computes none.
-
-    A packed batch then has its text positions under `text_position_ids`, as do batches of templates
-    that compute both kinds. If the key for pixels is missing, it is added with the value None.
-
-    Args:
-        batch: Batch as ms-swift collates it; changed in place.
-        template: Template of ms-swift, with its model.
-        samples: Encoded samples, in the order of the batch.
-        packed: Whether the samples share one row, instead of having a padded row each.
-    """
-    batch.setdefault(IMAGES.pixels, None)  # some templates read it unconditionally
-    text = batch.get(_POSITIONS)
-    if text is not None and text.dim() == 3:
-        return
-    rope = find_rope_index(template._get_model())  # noqa: SLF001  # in loader workers a dummy, which `open_template` makes
-    if rope is None:
-        return
-    given, parts = parameter_names(rope), []
-    for sample in samples:
-        tokens = torch.tensor(sample["input_ids"])[None]
-        named = {**sample, "input_ids": tokens, MEDIA_TYPE_IDS: token_types(trained_config(template.config), tokens)}
-        parts.append(rope(**{key: value for key, value in named.items() if key in given})[0])
-    if packed:
-        batch |= {_POSITIONS: torch.cat(parts, -1), "text_position_ids": text, **get_packed_seq_params(text)}
-    else:
-        batch[_POSITIONS] = template._pad_3d_position_ids(parts)  # noqa: SLF001  # pads on its own side
 
 
 def dummy_image(model: nn.Module, template: Template) -> DummyImage:

@@ -41,13 +41,10 @@ def to_tools(value: object) -> list[dict[str, Any]]:
     tools = [parse_literal(tool, "a tool") for tool in (listed if isinstance(listed, (list, tuple)) else [listed])]
     for tool in tools:
         described = tool.get("function", tool) if isinstance(tool, Mapping) else None
-        if not isinstance(described, Mapping) or not isinstance(_tool_name(described), str):
+        name = (described.get("name_for_model") or described.get("name")) if isinstance(described, Mapping) else None
+        if not isinstance(name, str):
             fail("has a tool that is not an object with a 'name', or with a 'function' that has one")
     return tools
-
-
-def _tool_name(described: Mapping[str, Any]) -> object:
-    return described.get("name_for_model") or described.get("name")
 
 
 def split_calls(messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
