@@ -1,5 +1,6 @@
 """
-Restores modes, buffers and random states, and computes norms of weights and of gradients.
+Finds the model inside its adapters, restores modes, buffers and random states, and computes norms
+of weights and of gradients.
 
 Trainers check the root mean square of the trained weights before they save a checkpoint.
 
@@ -168,6 +169,13 @@ def is_ruined(rms: float, *, before: float) -> bool:
     [False, True, True]
     """
     return not rms <= _MAX_GROWTH * max(before, _MIN_SIZE)
+
+
+def plain_model(model: Any) -> Any:
+    """Return the model inside its adapters, or the model itself if it has no adapters."""
+    if hasattr(model, "adapters"):  # a `SwiftModel`
+        return model.base_model
+    return model.get_base_model() if hasattr(model, "get_base_model") else model
 
 
 def load_by_model_class(model: Any, checkpoint: str) -> bool:

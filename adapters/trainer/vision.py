@@ -11,19 +11,13 @@ from torch import nn
 
 from packplan.adapters.families import trained_config
 from packplan.adapters.loaders.rows import MEDIA_TYPE_IDS, POSITIONS
+from packplan.adapters.models import plain_model
 from packplan.adapters.samples.media import DUMMY_SIZE, IMAGES, VIDEOS, encode_image
 from packplan.adapters.vision_tower import DummyImage, parameter_names
 from packplan.core.errors import ConfigError
 
 _SECONDS = "second_per_grid_ts"
 """Key of the seconds that one temporal step of patches covers, for each video."""
-
-
-def plain_model(model: Any) -> Any:
-    """Return the model inside its adapters, or the model itself if it has no adapters."""
-    if hasattr(model, "adapters"):  # a `SwiftModel`
-        return model.base_model
-    return model.get_base_model() if hasattr(model, "get_base_model") else model
 
 
 def token_types(config: Any, input_ids: torch.Tensor) -> torch.Tensor:

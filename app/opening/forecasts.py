@@ -20,13 +20,14 @@ import torch
 from packplan.adapters.files import make_folder
 from packplan.adapters.forecast.calibration import measure_steps
 from packplan.adapters.forecast.memory import StepTracer, TracedTrainer, using_fake_ranks
+from packplan.adapters.models import plain_model
 from packplan.adapters.ranks.torch_group import OneRank
 from packplan.adapters.samples.encoder import SwiftEncoder
 from packplan.adapters.samples.video_reading import has_separate_video_pass
 from packplan.adapters.trainer.arguments import make_training_arguments
 from packplan.adapters.trainer.model import open_model
 from packplan.adapters.trainer.trainer import PlanTrainer
-from packplan.adapters.trainer.vision import dummy_image, plain_model
+from packplan.adapters.trainer.vision import dummy_image
 from packplan.app.planning.schedule import schedule_of_split, sync_point_of
 from packplan.app.planning.split import PlannedSplit
 from packplan.core.batch import pack_degrees

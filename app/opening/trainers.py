@@ -12,7 +12,7 @@ from packplan.adapters.attention.shared_rows import RowGroups, share_rows
 from packplan.adapters.hf.refusals import warn_of_unclipped_gradients
 from packplan.adapters.loaders.batches import PackBatches
 from packplan.adapters.model_folder import PROCESSING_FILES, model_file_facts
-from packplan.adapters.models import find_sharded_weight
+from packplan.adapters.models import find_sharded_weight, plain_model
 from packplan.adapters.probe.probe_row import probe_sharing_copy
 from packplan.adapters.samples.arguments import swift_types
 from packplan.adapters.samples.encoder import SwiftEncoder
@@ -36,7 +36,7 @@ from packplan.adapters.trainer.model import open_model
 from packplan.adapters.trainer.streams.dataset import StreamDataset
 from packplan.adapters.trainer.streams.trainer import StreamTrainer
 from packplan.adapters.trainer.trainer import PlanTrainer
-from packplan.adapters.trainer.vision import dummy_image, plain_model
+from packplan.adapters.trainer.vision import dummy_image
 from packplan.app.opening.ranks import read_settings_files, require_same_run, require_same_weights
 from packplan.app.opening.stores import refuse_other_parts
 from packplan.app.opening.verdicts import probe_loaded_model

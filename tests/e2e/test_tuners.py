@@ -7,8 +7,8 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from packplan.adapters.models import plain_model
 from packplan.adapters.trainer.model import open_model
-from packplan.adapters.trainer.vision import plain_model
 from packplan.app import check, sft
 from packplan.app.opening.runs import read_config
 from packplan.app.opening.verdicts import decide_attention
