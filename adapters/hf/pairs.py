@@ -82,7 +82,6 @@ class TrainsPairs(ServesPacks):
     fixed_arguments = PREFERENCE_ARGUMENTS
     loss_of_samples = "mean"
     current_gradient_accumulation_steps: int
-    _total_train_tokens: int
     _metrics: Any = None  # KTO of TRL before 1.0 has none: it gathers and logs sums
     _step: _Step | None = None  # None in the comparison of the first pack too
 
@@ -90,8 +89,8 @@ class TrainsPairs(ServesPacks):
         """Return the batches of a step, and count the samples of the step over all ranks."""
         self._step = None
         batches, num_items = super().get_batch_samples(*args)
-        own = torch.tensor(sum(map(self.count_learned, batches)), device=self.args.device)
-        self._step = _Step(int(self.accelerator.reduce(own)), len(batches))
+        num_samples = torch.tensor(sum(map(self.count_learned, batches)))
+        self._step = _Step(int(self.sum_over_ranks(num_samples)), len(batches))
         return batches, num_items
 
     def count_learned(self, inputs: dict[str, Any]) -> int:
