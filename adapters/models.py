@@ -128,8 +128,8 @@ def root_mean_square(weights: Iterable[torch.Tensor], *, device: torch.device | 
     Args:
         weights: Weights of the model, or this rank's part of them.
         device: Device for the sum over all ranks; if it is given, every rank has to call this
-            function, and a weight that several ranks have in full counts once. None sums over this
-            rank alone.
+            function. A weight that several ranks have in full then counts once. None sums over
+            this rank alone.
     """
     sums = torch.zeros(2, dtype=torch.float64)  # sum of squares, number of elements
     for weight in weights:
