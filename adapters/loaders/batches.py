@@ -1,5 +1,6 @@
 """
-Batch samplers that yield one rank's packs in a schedule's order, and record the progress.
+Batch samplers that yield one rank's packs. `PackBatches` follows a schedule and records the
+progress. `EvalBatches` follows the order of an evaluation plan.
 
     batches = PackBatches(schedule, rank, world_size)
     loader = DataLoader(RowsOfPacks(rows, plan), batch_sampler=batches, collate_fn=PackInputs())

@@ -79,7 +79,7 @@ def install(
         take_stored: Function that returns the rows of a pipeline with stored lengths, and raises
             PackplanError if no stored lengths fit. With None, ms-swift measures all rows.
         find_changes: Function that names the arguments of a pipeline that have changed since its
-            plan was stored.
+            plan was stored. With None, the error about another checksum names no argument.
 
     Raises:
         ConfigError: The version of ms-swift was not tested.
