@@ -12,6 +12,7 @@ made. Each field has its own padding value.
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Iterator, Mapping, Sequence, Sized
 from contextlib import suppress
 from itertools import chain
@@ -95,7 +96,8 @@ class BatchedData:
 
         Raises:
             ArgumentError: Fields have different numbers of entries, a sequence is longer than the
-                batch's width, or tokens, lengths, dimensions or padding values are invalid.
+                batch's width, `attention_mask` disagrees with the lengths, or tokens, lengths,
+                dimensions or padding values are invalid.
         """
         if lengths is None and input_lengths_key not in fields:
             message = f"a batch needs lengths: give lengths=…, or the field {input_lengths_key}"
@@ -127,6 +129,7 @@ class BatchedData:
         if len(checked) and int(checked.max()) > batch.width:
             message = f"a sequence has {int(checked.max()):,} tokens, but the batch is {batch.width:,} wide: pad it"
             raise ArgumentError("batch", message)
+        _check_mask(batch)
         return batch
 
     @property
@@ -226,13 +229,14 @@ class BatchedData:
         if sharding.lengths.tolist() != self.lengths.tolist():
             message = "the sharding was made from other lengths: make the sharding from this batch's lengths"
             raise ArgumentError("batch", message)
+        digest = hashlib.sha256(self.lengths.cpu().numpy().tobytes())
+        digest.update(self.tensor(self.input_key).cpu().numpy().tobytes())
         held = []
         for global_batches in sharding:
             weights = torch.cat([torch.tensor(batch.weights) for batch in global_batches]).to(torch.float32)
             mine = self.select(torch.cat([torch.tensor(batch.indices) for batch in global_batches]))
-            held.append(
-                ShardedData(mine.with_fields(**{WEIGHTS: weights}), sharding.mode, sharding.multiple, global_batches)
-            )
+            data = mine.with_fields(**{WEIGHTS: weights})
+            held.append(ShardedData(data, sharding.mode, sharding.multiple, global_batches, digest.hexdigest()))
         return held
 
 
@@ -297,6 +301,9 @@ class ShardedData:
     """Each sequence of a packed row is padded to a multiple of this number of tokens."""
 
     global_batches: tuple[ShardBatch, ...]
+
+    batch_digest: str
+    """SHA-256 of the lengths and tokens of the whole batch, which is the same for all workers."""
 
     def __iter__(self) -> Iterator[Microbatch]:
         """Yield the microbatches of all global batches."""
@@ -450,6 +457,22 @@ def _dims(fields: Mapping[str, Field], declared: Mapping[str, int | None], input
     """Return, for each tensor field, the dimension that runs along the sequence, or None."""
     shapes = {name: field.shape for name, field in fields.items() if isinstance(field, Tensor)}
     return MappingProxyType(sequence_dims(shapes, input_key=input_key, declared=declared))
+
+
+def _check_mask(batch: BatchedData) -> None:
+    """Raise an ArgumentError if a row of `attention_mask` is not 1 at its tokens, then 0."""
+    mask = batch.fields.get("attention_mask")
+    if not isinstance(mask, Tensor) or mask.shape != (len(batch), batch.width):
+        return
+    tokens = torch.arange(batch.width) < batch.lengths.cpu()[:, None]
+    if (wrong := (mask.cpu() != tokens).any(1)).any():
+        row = int(wrong.int().argmax())
+        message = (
+            f"row {row} of attention_mask is not 1 for the first {counted(int(batch.lengths[row]), 'token')} and 0 "
+            "after them: with order = attention_mask.argsort(1, descending=True, stable=True), move the tokens of each "
+            "field to the front, as in input_ids.gather(1, order)"
+        )
+        raise ArgumentError("batch", message)
 
 
 def _check_pad_values(fields: Mapping[str, Field], pad_values: Mapping[str, float]) -> Mapping[str, float]:

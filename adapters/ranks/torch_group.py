@@ -29,8 +29,9 @@ from numpy.typing import NDArray
 from torch.distributed.distributed_c10d import PrefixStore, Store
 from torch.distributed.rendezvous import rendezvous
 
+from packplan.adapters.microbatches import ShardedData
 from packplan.adapters.ranks.heartbeat import BEAT, DIED, Heartbeat
-from packplan.core.errors import ConfigError, Fault, PackplanError, RunError, counted
+from packplan.core.errors import ArgumentError, ConfigError, Fault, PackplanError, RunError, counted
 from packplan.core.ports import Arrays, RankGroup, ReportProgress
 
 log = logging.getLogger(__name__)
@@ -227,10 +228,7 @@ class TorchGroup:
         return arrays
 
     def _await_description(self, key: str, timeout_s: float) -> list[tuple[str, str, list[int]]]:
-        awaited = (
-            "for rank 0 to measure and plan: raise training.packing_wait_timeout_s, or set this key to 0 to wait for "
-            "ever"
-        )
+        awaited = "for rank 0 to measure and plan: raise training.packing_wait_timeout_s, or set it to 0 for no limit"
         answer = json.loads(self._await_keys([key], timeout_s, "rank_zero", awaited=awaited)[0])
         if "failed" in answer:
             self._store.set(f"{key}/read/{self.rank}", "")
@@ -442,8 +440,20 @@ class RankWorkers:
         return self._group.world_size
 
     def run_all_workers_sharded_data(self, method: str, shards: Sequence[Any], /, **options: Any) -> list[Arrays]:
-        """Call *method* with this rank's shard; return the results of all ranks, by rank."""
+        """
+        Call *method* with this rank's shard; return the results of all ranks, by rank.
+
+        ArgumentError is raised if the shards of ranks come from different batches.
+        """
         rank = self._group.rank
+        digests = [shard.batch_digest for shard in shards if isinstance(shard, ShardedData)]
+        of_ranks = self._group.gather("".join(digests[:1]))
+        if other := [number for number, digest in enumerate(of_ranks) if digest != of_ranks[0]]:
+            fact = (
+                f"rank {other[0]} has another batch than rank 0, so sequences would be lost: gather the fields of all "
+                "ranks (torch.distributed.all_gather_object), and make one batch of them on each rank (concatenate)"
+            )
+            raise ArgumentError("batch", fact)
         try:
             with wrap_rank_errors(rank):
                 result: Arrays = getattr(self._worker, method)(shards[rank], **options)

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from packplan.adapters.microbatches import BatchedData
-from packplan.core.errors import DataSetError, RunError
+from packplan.core.errors import ArgumentError, DataSetError, RunError
 from tests.contracts.light_worker import LightWorker
 from tests.processes import ROOT, descendants, each_ends, end, finished, lives, publish, wait_for
 
@@ -96,11 +96,16 @@ def train_page(model: str, folder: Path) -> None:
     }
     workers = module.on_ranks(model)
     losses = [module.train(workers, BatchedData.from_fields(fields, lengths=LENGTHS)) for _ in range(2)]
-    np.save(folder / f"{workers._group.rank} of {workers.num_workers}.npy", losses)
+    rank = workers._group.rank
+    np.save(folder / f"{rank} of {workers.num_workers}.npy", losses)
+    fields["input_ids"][0, 0] = 20 + rank
+    if workers.num_workers > 1:
+        with pytest.raises(ArgumentError, match=r"rank 1 has another batch than rank 0, .* make one batch of them"):
+            module.train(workers, BatchedData.from_fields(fields, lengths=LENGTHS))
 
 
 def test_the_policy_of_the_page_trains_alike_on_ranks(server, demo, tmp_path):
-    """One worker and two ranks: losses of two steps, of which one updated weights."""
+    """One worker and two ranks: losses of two steps; a batch of one rank's own is refused."""
     model = str(demo / "models" / "qwen2")
     ranks = server.ranks(2, train_page, model, tmp_path, folder=tmp_path / "logs")
     train_page(model, tmp_path)

@@ -150,6 +150,7 @@ IDS = torch.ones((2, 4), dtype=torch.int64)
 
 FIELDS = {
     "input_ids": IDS, "texts": ["a", "b"], "scores": torch.ones(2, 3), "x": torch.ones(2), "mrope": torch.ones(2, 3, 5),
+    "attention_mask": torch.tensor([[1, 0, 0, 0], [1, 1, 0, 0]]),
 }  # fmt: skip
 
 NO_LENGTHS = ([1.0, 2], [0, 2], [[1], [2]], [True, True], ["a", "b"], [1, [2]], torch.tensor([1j, 2]))
@@ -170,6 +171,8 @@ NO_DIMS = (
         (FIELDS, {"lengths": []}, "has 2 entries, but the batch has 0 sequences"),
         (FIELDS, {"lengths": None}, "give lengths=…, or the field input_lengths"),
         ({**FIELDS, "input_lengths": [1, 2]}, {"lengths": [2, 2]}, "lengths differ from the field input_lengths"),
+        *(({**FIELDS, "attention_mask": torch.tensor([[1, 0, 0, 0], row])}, {}, "row 1 of attention_mask is not 1 for")
+          for row in ([0, 0, 1, 1], [1, 0, 0, 0], [1, 1, 1, 0])),
         *((FIELDS, {"pad_values": {name: 1}}, f"pad_values has {name}") for name in ("gone", "texts")),
         *((FIELDS, {"pad_values": {"input_ids": pad}}, "which int64 cannot represent") for pad in (0.5, "x")),
         *((FIELDS, {"sequence_dims": {name: dim}}, f"dimension {dim} of {name} is not as long")
@@ -180,6 +183,7 @@ def test_an_invalid_batch_is_refused(fields, options, says):
     """Fields, lengths, pad values and dimensions that do not go together."""
     with pytest.raises(ArgumentError, match=says):
         BatchedData.from_fields(fields, **{"lengths": [1, 2], **options})
+    BatchedData.from_fields(FIELDS, lengths=[1, 2])
 
 
 BATCH = BatchedData.from_fields({"input_ids": IDS, "texts": ["a", "b"]}, lengths=np.array([1, 2]))
@@ -263,7 +267,7 @@ def test_a_fused_loss_reads_fields_by_name_and_dimension():
     assert pytest.approx(expected, rel=1e-5) == float(padded)
     assert pytest.approx(expected, rel=1e-5) == float(packed)
     for wrapper in (loss, PackedLoss(lambda *_, **__: None, input_key="tokens", input_lengths_key="sizes")):
-        with pytest.raises(ValueError, match="the lengths in field sizes differ from the row"):
+        with pytest.raises(ValueError, match="field sizes has other lengths than the row"):
             wrapper(row, fields, layout=PackedLayout.from_lengths([3, 3]), **given)
 
 
