@@ -96,8 +96,9 @@ class BatchedData:
 
         Raises:
             ArgumentError: Fields have different numbers of entries, a sequence is longer than the
-                batch's width, `attention_mask` disagrees with the lengths, or tokens, lengths,
-                dimensions or padding values are invalid.
+                batch's width, or tokens, lengths, dimensions or padding values are invalid.
+            ArgumentError: A row of `attention_mask` is not 1 at the row's first tokens and 0 after
+                them.
         """
         if lengths is None and input_lengths_key not in fields:
             message = f"a batch needs lengths: give lengths=…, or the field {input_lengths_key}"
