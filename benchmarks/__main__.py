@@ -1,7 +1,7 @@
 """
 Measure the figures that the documentation quotes: `python -m benchmarks COMMAND --help`.
 
-Run it in a checkout, on a machine that does nothing else.
+Run a benchmark in a checkout, on a machine that runs nothing else.
 """
 
 import argparse
@@ -11,21 +11,21 @@ from importlib import import_module
 from packplan.app.cli.command import run_command, run_program
 
 BENCHMARKS = {
-    "planner": "packing algorithms beside other packages",
-    "redraw": "packs drawn again for each epoch, beside the algorithm's own",
-    "epochs": "epochs that have plans of their own",
-    "train": "training on packs beside padded batches",
-    "forecast": "seconds of steps that a calibration has not seen",
-    "lengths": "measuring the lengths of samples",
-    "loader": "processor time of a loader for a pack",
-    "memory": "forecast peaks of memory beside measured ones",
-    "rows": "rows that ranks share: memory and time",
-    "degrees": "packs that as many ranks share as each needs, simulated or measured",
-    "unpad": "TRL's trainers without padding, beside themselves",
-    "work": "how even the work of ranks is",
-    "rl": "microbatches of RL batches",
+    "planner": "compare packing algorithms with other packages",
+    "redraw": "compare packs drawn again for each epoch with an algorithm's own packs",
+    "epochs": "time the planning of epochs that have plans of their own",
+    "train": "compare training on packs with padded batches",
+    "forecast": "compare predicted with measured seconds of steps",
+    "lengths": "time how lengths of samples are measured",
+    "loader": "measure the processor time in which a loader makes a pack",
+    "memory": "compare predicted with measured peaks of memory",
+    "rows": "measure memory and time of ranks that share rows",
+    "degrees": "simulate or measure packs, each shared by as many ranks as it needs",
+    "unpad": "compare trainers with and without padding",
+    "work": "count how evenly work is spread over ranks",
+    "rl": "compare ways to cut RL batches into microbatches",
 }
-"""Command, which is a module here -> its summary."""
+"""Command, which is also the name of its module in this folder -> summary."""
 
 
 def main(arguments: list[str] | None = None) -> int:

@@ -1,4 +1,7 @@
-"""Lengths beside ms-swift's own `AddLengthPreprocessor` and TRL's tokenisation; loads ms-swift."""
+"""
+Compares the time of measuring lengths with ms-swift's `AddLengthPreprocessor` and TRL's
+tokenisation; loads ms-swift.
+"""
 
 import json
 import multiprocessing
@@ -35,20 +38,20 @@ SAMPLES = {
     "four images of 640x480": (2048, 96),
     "video": (512, 96),
 }
-"""Kind -> number of samples, and of those that the other tools measure, which take longer."""
+"""Kind -> number of samples that Packplan measures, and fewer samples for the slower tools."""
 
 NUM_VIDEOS = 48
-"""Different videos, which the samples share."""
+"""Number of different videos, which the samples share."""
 
 ROUNDS = 3
-"""Rounds in which all ways are measured one after the other, every second round backwards."""
+"""Number of rounds. A round measures all ways in turn, every second round in backward order."""
 
 _CHAT_TEMPLATE = (
     "{% for message in messages %}<|im_start|>{{ message['role'] }}\n{{ message['content'] }}<|im_end|>\n{% endfor %}"
 )
 
 Seconds = tuple[float, float]
-"""Seconds of counted samples by the clock, and of all processors."""
+"""Wall-clock seconds, and processor seconds of all processes, for the counted samples."""
 
 
 @attrs.frozen
@@ -56,10 +59,10 @@ class Way:
     """One tool's way to measure a kind of samples."""
 
     num_counted: int
-    """Samples behind those that warm up."""
+    """Number of samples after those that warm up."""
 
     spend: Callable[[int], Seconds]
-    """Seconds of the counted samples on a number of processes."""
+    """Function of a number of processes that returns the seconds of the counted samples."""
 
 
 def measure_beside(most: int | None, workers: Sequence[int]) -> list[LengthsRow]:
@@ -67,12 +70,12 @@ def measure_beside(most: int | None, workers: Sequence[int]) -> list[LengthsRow]
     Measure every kind of sample in each way.
 
     Args:
-        most: Samples of a kind at most; None takes those of `SAMPLES`.
-        workers: Numbers of processes.
+        most: Maximum number of samples of a kind; None uses the numbers in `SAMPLES`.
+        workers: Numbers of processes to measure with, one after the other.
 
     Returns:
         Rows with the samples per second of the best round, and the processor time of the median
-        one.
+        round.
     """
     # Threads of the tokenizer's library would be no processes of the number that is asked for.
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
@@ -82,7 +85,7 @@ def measure_beside(most: int | None, workers: Sequence[int]) -> list[LengthsRow]
         for kind, planned in SAMPLES.items():
             ours, theirs = (min(number, most or number) for number in planned)
             if theirs <= AT_ONCE:
-                message = f"--samples is {theirs}, but has to be more than the {AT_ONCE} that warm up"
+                message = f"--samples is {theirs}, but has to exceed the {AT_ONCE} samples that warm up"
                 raise NotMeasuredError(message)
             ways = _ways_of(_write(Path(name), kind, ours), ours, theirs, with_trl=kind == "chat")
             found = _spent(ways, workers, kind)
@@ -100,7 +103,7 @@ def measure_beside(most: int | None, workers: Sequence[int]) -> list[LengthsRow]
 
 
 def _write(folder: Path, kind: str, total: int) -> RunConfig:
-    """Write the model and the samples of a kind; return the run that measures them."""
+    """Write the model and the samples of a kind; return the run that measures these samples."""
     if kind == "chat":
         write_model(folder / "text", "qwen2", paragraphs(), seed=0, vocabulary=VOCABULARY)
         data = write_chats(folder / "chats.jsonl", total)
@@ -164,11 +167,11 @@ def _ways_of(config: RunConfig, ours: int, theirs: int, *, with_trl: bool) -> di
 
 def _spend(call: Callable[[int], None], rows: range, processes: int) -> Seconds:
     """
-    Return the seconds of a call for each of some rows, shared out to processes.
+    Return the seconds of measuring rows, which are divided among processes.
 
     Args:
-        call: Measures a row.
-        rows: Those before them warm up each process.
+        call: Function that measures the row with a given index.
+        rows: Indices of the counted rows. Each process measures all earlier rows first, to warm up.
         processes: Number of processes.
     """
     context = multiprocessing.get_context("fork")

@@ -1,10 +1,12 @@
 """
 Lengths of samples that benchmarks pack.
 
-`traces.npz` holds token counts of real data, no text. Chat is from the answers of
-github.com/tatsu-lab/alpaca_eval. Sft is from github.com/teknium1/GPTeacher and
-github.com/openai/grade-school-math. Detcap has the element lists of
-github.com/google-research-datasets/screen_annotation, with image tokens of common screen sizes.
+`traces.npz` holds three traces with token counts of real data, and no text:
+
+- `chat`: answers in github.com/tatsu-lab/alpaca_eval
+- `sft`: samples of github.com/teknium1/GPTeacher and github.com/openai/grade-school-math
+- `detcap`: element lists of github.com/google-research-datasets/screen_annotation, with image
+  tokens of common screen sizes
 """
 
 from __future__ import annotations
@@ -23,42 +25,45 @@ from packplan.core.work.vision import VisionWork
 TRACES = Path(__file__).parent / "traces.npz"
 
 IMAGE_TOKENS, IMAGE_SHARES = (256, 576, 1024, 1280, 2560), (0.2, 0.3, 0.25, 0.15, 0.1)
-"""Tokens of images of common sizes, and how often each size is drawn."""
+"""Numbers of tokens of images of common sizes, and the probability of each size."""
 
 TILE_SHARES = np.array([30, 20, 10, 20, 5, 30, 2, 6, 3, 1, 1, 20]) / 148
-"""How often an image has each number of tiles, from 1."""
+"""Probability that an image has 1 to 12 tiles; shape (12,)."""
 
 TEXT_MODEL = WorkModel(per_position=14 * 10**9, per_pair=4 * 28 * 3584)
-"""Forward FLOPs of a text model of 7B."""
+"""Forward work of a text model with 7 billion weights."""
 
 MODEL = attrs.evolve(
     TEXT_MODEL, vision=VisionWork(per_patch=1_340_000_000, per_image_pair=4 * 1280, per_window_pair=0, window=0)
 )
-"""The same with a vision tower of 0.67B, most of whose layers attend within small windows."""
+"""
+Forward work of this text model with a vision tower of 0.67 billion weights. The tower's attention
+within small windows is not counted.
+"""
 
 PATCHES_OF_A_TOKEN = 4
 
 
 @attrs.frozen
 class Distribution:
-    """Lengths to draw, and the capacity to pack them into."""
+    """Distribution of sample lengths, and the capacity of packs of these samples."""
 
     name: str
     capacity: int
-    """Tokens of a pack."""
+    """Maximum number of tokens in a pack."""
 
     draw: Callable[[np.random.Generator, int, int], NDArray[np.integer]]
-    """Generator, number of samples and capacity -> lengths."""
+    """Function that draws lengths: generator, number of samples and capacity -> lengths."""
 
     def lengths(self, num_samples: int, *, seed: int) -> IntArray:
-        """Return lengths from 1 to the capacity; shape (num_samples,)."""
+        """Draw and return lengths from 1 to the capacity; shape (num_samples,)."""
         drawn = self.draw(np.random.default_rng(seed), num_samples, self.capacity)
         lengths: IntArray = np.clip(drawn, 1, self.capacity).astype(np.int64)
         return lengths
 
 
 def trace(name: str) -> NDArray[np.uint16]:
-    """Return a recorded trace: `chat`, `sft` or `detcap`."""
+    """Return the lengths in a recorded trace: `chat`, `sft` or `detcap`."""
     with np.load(TRACES) as traces:
         recorded: NDArray[np.uint16] = traces[name]
     return recorded
@@ -81,7 +86,10 @@ def _vision(rng: np.random.Generator, num: int, _capacity: int) -> NDArray[np.in
 
 
 def _tiles(rng: np.random.Generator, num: int, text: IntArray) -> IntArray:
-    """Return tiles of 256 tokens, up to 12 and a thumbnail of an image, beside *text*."""
+    """
+    Return lengths of samples with one image and *text* tokens. An image has up to 12 tiles, and a
+    thumbnail if it has several, of 256 tokens each.
+    """
     tiles = rng.choice(np.arange(1, 13), num, p=TILE_SHARES)
     lengths: IntArray = 256 * (tiles + (tiles > 1)) + text
     return lengths
@@ -170,7 +178,7 @@ DISTRIBUTIONS = {
 
 @attrs.frozen(eq=False)
 class Samples:
-    """Samples with images; arrays of shape (num_samples,)."""
+    """Numbers of tokens, images and patches of samples; arrays of shape (num_samples,)."""
 
     tokens: IntArray
     images: IntArray
@@ -182,12 +190,12 @@ class Samples:
         return SampleWorks.from_lengths(MODEL.trained(), self.tokens, images=self.images, patches=self.patches).flops
 
     def take(self, chosen: IntArray) -> Samples:
-        """Return the samples of these indices."""
+        """Return the samples at the indices *chosen*."""
         return Samples(self.tokens[chosen], self.images[chosen], self.patches[chosen])
 
 
 def made_mix(num_samples: int, *, seed: int) -> Samples:
-    """Return short texts with no image, one, two or four of common sizes."""
+    """Return samples of short text, each with 0, 1, 2 or 4 images of common sizes."""
     rng = np.random.default_rng(seed)
     text = np.clip(rng.lognormal(5.2, 0.9, num_samples), 16, 8000).astype(np.int64)
     images = rng.choice([0, 1, 1, 1, 2, 4], num_samples)
@@ -195,7 +203,7 @@ def made_mix(num_samples: int, *, seed: int) -> Samples:
 
 
 def documents(num_samples: int, *, seed: int) -> Samples:
-    """Return longer texts with up to six images of any size."""
+    """Return samples of longer text, each with up to 6 images of 80 to 1,599 tokens."""
     rng = np.random.default_rng(seed)
     text = np.clip(rng.lognormal(6.2, 1.1, num_samples), 32, 12_000).astype(np.int64)
     images = rng.choice([0, 0, 1, 2, 3, 6], num_samples)
@@ -204,10 +212,10 @@ def documents(num_samples: int, *, seed: int) -> Samples:
 
 def texts(name: str, num_samples: int, *, seed: int) -> Samples:
     """
-    Return texts of real lengths, or of a distribution.
+    Return samples without images, whose lengths come from a trace or a distribution.
 
     Args:
-        name: `chat`, whose lengths no capacity limits, or one of `DISTRIBUTIONS`.
+        name: `chat`, for the trace without a limit of length, or a name in `DISTRIBUTIONS`.
         num_samples: Number of samples.
         seed: Seed of the draw.
     """

@@ -1,8 +1,9 @@
 """
-Processor time of a loader for a pack of tokenized rows, beside transformers' own collator.
+Measure the processor time in which a loader makes a pack of tokenized rows, and compare this time
+with that of transformers' own collator.
 
-All ways read the same rows in turn. `RowsOfPacks` with `PackInputs` checks each row: its form, its
-length, and the digest of the first reading.
+All ways read the same rows in turn. `RowsOfPacks` with `PackInputs` checks the form and length of
+each row, and compares the row's digest with the digest of the first reading.
 """
 
 import argparse
@@ -19,17 +20,17 @@ from benchmarks.options import add_number
 from benchmarks.table import show
 
 FLATTENING = "DataCollatorWithFlattening"
-"""Way that the others are compared with."""
+"""Name of the way with which the others are compared."""
 
 
 @attrs.frozen
 class LoaderRow:
-    """A way to make packs."""
+    """Processor time of one way to make packs."""
 
     way: str
 
     seconds: float
-    """Processor time of a pack; the median over rounds."""
+    """Processor seconds of a pack; the median over rounds."""
 
     over_flattening: float
     """Ratio to the time of transformers' collator in the same rounds; the median over rounds."""
@@ -38,9 +39,9 @@ class LoaderRow:
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the options."""
     add_number(parser, "--packs", 100, "packs of a round")
-    add_number(parser, "--samples", 40, "of a pack")
-    add_number(parser, "--tokens", 100, "of a sample; half of them are supervised")
-    add_number(parser, "--rounds", 5, "that count", metavar="R")
+    add_number(parser, "--samples", 40, "samples of a pack")
+    add_number(parser, "--tokens", 100, "tokens of a sample, half of which are supervised")
+    add_number(parser, "--rounds", 5, "rounds that count", metavar="R")
 
 
 def run(options: argparse.Namespace) -> None:
@@ -72,7 +73,7 @@ def run(options: argparse.Namespace) -> None:
 
 
 def _ways(options: argparse.Namespace) -> dict[str, Callable[[int], Any]]:
-    """Return functions that make a pack, by the name of their way."""
+    """Return a function for each way, by name, which makes the pack with a given index."""
     import torch
     from transformers import DataCollatorWithFlattening
 

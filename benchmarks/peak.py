@@ -1,4 +1,4 @@
-"""The most bytes of tensors that are there at once."""
+"""Measures the peak memory of tensors."""
 
 import weakref
 from typing import Any
@@ -10,10 +10,10 @@ from torch.utils._pytree import tree_iter
 
 
 class PeakOfTensors(TorchDispatchMode):  # type: ignore[no-untyped-call]  # of torch
-    """Counts the bytes of tensors that are there at once, weights and gradients included."""
+    """Mode that counts the bytes of all existing tensors, and keeps the largest count as `peak`."""
 
     def __init__(self, model: torch.nn.Module) -> None:
-        """Count from now on, with what the model holds already."""
+        """Start to count; the weights and gradients of *model* count from the start."""
         super().__init__()  # type: ignore[no-untyped-call]
         self.peak = self._now = 0
         self._held: dict[int, Any] = {}

@@ -1,4 +1,4 @@
-"""Packages that a user would install to pack samples, each called as it is meant to be."""
+"""Packing functions of other packages that a user could install instead of Packplan."""
 
 from collections.abc import Callable
 from functools import partial
@@ -12,7 +12,7 @@ import numpy as np
 from packplan.core.lengths import IntArray
 
 MAX_TOKENS = 4_000_000_000
-"""Most tokens for a peer that packs tokens, not lengths: it needs one byte each, twice."""
+"""Maximum number of tokens for TRL, which packs the tokens themselves, of two bytes each."""
 
 
 @attrs.frozen
@@ -25,11 +25,11 @@ class Peer:
     """Module that is imported before processes are forked."""
 
     prepare: Callable[[IntArray, int], Callable[[], Any]]
-    """Lengths and capacity -> the call to measure, which returns the packs."""
+    """Function of lengths and capacity that returns the call to measure; the call returns packs."""
 
     @property
     def is_installed(self) -> bool:
-        """Whether the package can be imported; one that no other of ours needs may be absent."""
+        """Whether the package can be imported; optional packages may be missing."""
         return find_spec(self.module.partition(".")[0]) is not None
 
 
@@ -54,7 +54,7 @@ def _ms_swift(lengths: IntArray, capacity: int) -> Callable[[], Any]:
     template = SimpleNamespace(max_length=capacity)
 
     class Data(dict):  # type: ignore[type-arg]
-        """Columns by name, with the length of one, as in `datasets`."""
+        """Columns by name; the length is the number of rows, as in `datasets`."""
 
         def __len__(self) -> int:
             return len(self["lengths"])
@@ -69,7 +69,7 @@ def _trl(lengths: IntArray, capacity: int) -> Callable[[], Any]:
 
     disable_caching()
     if lengths.sum() > MAX_TOKENS:
-        message = f"packs tokens, and {int(lengths.sum()):,} are more than fit in memory"
+        message = f"packs tokens, but {int(lengths.sum()):,} tokens do not fit into memory"
         raise MemoryError(message)
     ends = np.concatenate([[0], np.cumsum(lengths)])
     tokens = pa.array(np.zeros(ends[-1], dtype=np.int8))
@@ -85,4 +85,4 @@ PEERS = {
     "ms-swift": Peer("ms-swift", "swift.dataset.packing", _ms_swift),
     "trl-bfd": Peer("trl", "trl.data_utils", _trl),
 }
-"""Peers by the name that a row gives them."""
+"""Name in the table -> planner."""

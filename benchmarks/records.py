@@ -1,4 +1,4 @@
-"""Models of random weights and data files that benchmarks run on."""
+"""Writes models with random weights, and data files, for benchmarks."""
 
 import json
 from collections.abc import Iterable, Sequence
@@ -18,26 +18,27 @@ from tools.demo.tiny_models import write_model
 MODEL_TYPE = "qwen2_5_vl"
 
 TEXT = ["the sea, seen from a hill " * 3] * 9
-"""Text that the tokenizer of a model is learned from."""
+"""Text from which the tokenizer of a model is learned."""
 
 HEAD = 64
 """Dimensions of an attention head."""
 
 SHRUNK = 16
-"""Divisor of the tokens of common images, so that a pack of 2,048 tokens holds several."""
+"""Divisor of the tokens of common images, so that a pack of 2,048 tokens holds several images."""
 
 NUM_PHOTOS = 8
-"""Different photographs of a size; the records share them."""
+"""Number of different photographs of one size, which all records share."""
 
 
 def write_sized_model(folder: Path, width: int, layers: int) -> None:
     """
-    Write a Qwen2.5-VL of random weights.
+    Write a Qwen2.5-VL with random weights.
 
     Args:
         folder: Folder of the model; made if missing.
-        width: Hidden size of the text layers, a multiple of 128; the vision tower has half of it.
-        layers: Text layers, and layers of the vision tower.
+        width: Hidden size of the text layers, a multiple of 128; half of it is the hidden size of
+            the vision tower.
+        layers: Number of text layers, and of layers in the vision tower.
     """
     write_model(folder, MODEL_TYPE, TEXT, seed=0)
     config = AutoConfig.from_pretrained(folder).to_dict()
@@ -56,7 +57,7 @@ def write_sized_model(folder: Path, width: int, layers: int) -> None:
 
 def write_sized_text_model(folder: Path, width: int, layers: int) -> None:
     """
-    Write a Qwen2 of random weights.
+    Write a Qwen2 with random weights.
 
     Args:
         folder: Folder of the model; made if missing.
@@ -77,7 +78,7 @@ def record(question: str, answer: str, *, images: Sequence[str] = (), videos: Se
     Return a record of one turn.
 
     Args:
-        question: Text behind the media.
+        question: Text after the media.
         answer: Text that is trained.
         images: Image files.
         videos: Video files.
@@ -96,11 +97,11 @@ def write_records(path: Path, records: Iterable[dict[str, Any]]) -> Path:
 
 def write_training_data(folder: Path, kind: str, num_samples: int, *, seed: int = 0) -> Path:
     """
-    Write samples to train from, unless they are there; return the data file.
+    Write training samples, unless the data file exists; return the path of the data file.
 
     Args:
         folder: Folder of the data file and its images.
-        kind: `text` of real lengths, or `images` with text.
+        kind: `text`, with real lengths, or `images`, with images and text.
         num_samples: Number of samples.
         seed: Seed of lengths and images.
     """
@@ -116,7 +117,7 @@ def write_training_data(folder: Path, kind: str, num_samples: int, *, seed: int 
 
 def write_photos(folder: Path, size: tuple[int, int], num_samples: int) -> Path:
     """
-    Write samples of one photograph each; return the data file.
+    Write samples with one photograph each; return the path of the data file.
 
     Args:
         folder: Folder of the data file and the photographs.
