@@ -35,8 +35,8 @@ _REASON = "packplan_reason"
 class RowFactsPreprocessor(AddLengthPreprocessor):  # type: ignore[misc]  # has no types
     """
     Preprocessor that adds lengths, a digest and the number of supervised tokens to each row. Rows
-    that cannot be encoded get the reason instead, and stay in the data set until `take_bad_rows`
-    removes them.
+    that cannot be encoded get the length 0 and the reason, and stay in the data set until
+    `take_bad_rows` removes them.
     """
 
     _strict = True
