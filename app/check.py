@@ -124,17 +124,14 @@ def compare_packs(config: RunConfig, trainer: PlanTrainer, train: PlannedSplit, 
     verdicts = judge(findings, precision=precision, limit=comparison.limit)
     images, where = num_media(train.table), train.encoder.records.location
     return Report(
-        model=config.model.model,
-        model_type=config_model_type(config.model),
-        attn_impl=trainer.attention.name,
-        precision=precision,
+        model=config.model.model, model_type=config_model_type(config.model), attn_impl=trainer.attention.name,
+        precision=precision, verdicts=verdicts,
         packs=tuple(
             (pack, pack_kind(images[train.raw.packs[pack]].tolist()), len(train.raw.packs[pack])) for pack in chosen
         ),
-        verdicts=verdicts,
         records=tuple("" if (one := verdict.worst.sample) is None else str(where(one)) for verdict in verdicts),
         not_compared=dict.fromkeys(("step loss", "gradients", "isolation"), without) if without else {},
-    )
+    )  # fmt: skip
 
 
 def print_report(report: Report) -> None:

@@ -19,7 +19,7 @@ from packplan.app.opening.stores import find_stored_plan, write_new_file
 from packplan.app.plan.build import add_left_out_option, build_command
 from packplan.app.plan.stored import setting_differences
 from packplan.app.planning.log_lines import row_checksum
-from packplan.core.errors import ConfigError, NotBuiltError
+from packplan.core.errors import ConfigError, Difference, NotBuiltError
 
 _TEXT = '''"""Trains the packs of a plan inside ms-swift: swift sft ... --packing true --external_plugins {name}"""
 
@@ -115,8 +115,12 @@ def find_changes(pipeline: Any) -> list[str]:
     except NotBuiltError:  # the plan was stored elsewhere
         return []
     key = policy_of_split(config, "train").fingerprint(str(plan.key.inputs["lengths"]))
-    of_lengths = () if lengths is None else setting_differences(config, lengths)
-    return [*map(str, (*of_lengths, *plan.key.differences(key)))]
+    found, data = [*plan.key.differences(key)], " and ".join(config.custom.train_jsonl)
+    if lengths is not None:
+        found = [*setting_differences(config, lengths), *found]
+        then = " and ".join(one.file for one in lengths.origin.files)
+        found = [Difference("custom.train_jsonl", then, data)] * (then != data) + found
+    return [*map(str, found)]
 
 
 if __name__ == "__main__":

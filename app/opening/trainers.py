@@ -137,12 +137,9 @@ def _find_checkpoint(
     config: RunConfig, group: RankGroup, kind: type[State], differences: Differences[State]
 ) -> Checkpoint[State]:
     """Find the checkpoint that a run names, and check that all ranks found the same checkpoint."""
+    named, folder = str(config.training.resume_from_checkpoint), config.training.output_dir
     checkpoint: Checkpoint[State] = find_checkpoint(
-        str(config.training.resume_from_checkpoint),
-        config.training.output_dir,
-        group=group,
-        state_class=kind,
-        differences=differences,
+        named, folder, group=group, state_class=kind, differences=differences
     )
     require_same_run(group, flat_values({"checkpoint": attrs.asdict(checkpoint.resume_state)}))
     engine = config.training.trainer.get("deepspeed")

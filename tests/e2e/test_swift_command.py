@@ -197,9 +197,7 @@ def test_rows_of_every_shape_are_as_long_as_ms_swift_says(demo, tmp_path, monkey
     shapes = {
         "base64": {"messages": [user("<image>a"), answer], "images": [f"data:image/png;base64,{coded}"]},
         "folder": {"messages": [user("<image>a"), answer], "images": [f"images/{images[1].name}"]},
-        "parts": {
-            "messages": [user([{"type": "image", "image": str(images[2])}, {"type": "text", "text": "b"}]), answer]
-        },
+        "parts": chat(user([{"type": "image", "image": str(images[2])}, {"type": "text", "text": "b"}]), answer),
         "tag": {"messages": [user(f"<img>{images[0]}</img>see"), answer]},
         "system": {"messages": [{"role": "system", "content": "Be brief."}, user("hi"), answer]},
         "untrained": {"messages": [user("hi"), {**answer, "loss": False}, user("and?"), answer]},
@@ -361,6 +359,9 @@ def test_stored_lengths_are_those_of_the_rows_that_ms_swift_keeps(command, run):
     assert NUM_ROWS - LONGER == len(kept)
     assert kept == train["messages"][:]
     assert [len(pipeline.template.encode(dict(row))["input_ids"]) for row in train] == train["lengths"][:]
+    before, pipeline.args.dataset, pipeline.args.packing_length = *pipeline.args.dataset, ["b.jsonl"], 9
+    changes = [f"custom.train_jsonl was {before!r}, now 'b.jsonl'", f"packing_length was {PACKING_LENGTH}, now 9"]
+    assert changes == plugin.find_changes(pipeline)
 
 
 def test_split_texts_are_located_by_their_row(tmp_path):
