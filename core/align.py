@@ -5,7 +5,7 @@ import numpy as np
 
 from packplan.core.batch import largest_degree
 from packplan.core.errors import ArgumentError, counted
-from packplan.core.lengths import MOST_RANKS, IntArray, as_whole_number
+from packplan.core.lengths import MOST_RANKS, IntArray, as_whole_number, frozen_array
 from packplan.core.packs import AnyPacks, HasPacks, Packs, as_packs, concatenate
 
 _TOGETHER = 8
@@ -137,9 +137,9 @@ def align_plan(
         num_raw_packs=len(packs),
         repeated=tuple(repeated.tolist()),
         num_dropped=len(packs) - min(positions.size, len(packs)),
-        degrees=degrees,
+        degrees=None if degrees is None else frozen_array(degrees),
         max_degree=1 if degrees is None else most,
-        tokens=tokens,
+        tokens=None if tokens is None else frozen_array(tokens),
     )
 
 

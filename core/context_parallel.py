@@ -18,7 +18,15 @@ import numpy as np
 from numpy.typing import NDArray
 
 from packplan.core.errors import ArgumentError
-from packplan.core.lengths import MOST_RANKS, IntArray, Lengths, as_lengths, as_whole_number, round_up_lengths
+from packplan.core.lengths import (
+    MOST_RANKS,
+    IntArray,
+    Lengths,
+    as_lengths,
+    as_whole_number,
+    frozen_array,
+    round_up_lengths,
+)
 from packplan.core.packs import join_ranges
 
 
@@ -84,12 +92,6 @@ def _pad_multiple(cp_size: int, tp_size: int) -> int:
     return tp_size if cp_size == 1 else cp_size * 2 * tp_size
 
 
-def _frozen_copy(values: Lengths) -> IntArray:
-    array = np.array(values, dtype=np.int64)
-    array.flags.writeable = False
-    return array
-
-
 @attrs.frozen(eq=False)
 class PackedLayout:
     """
@@ -101,13 +103,13 @@ class PackedLayout:
             cannot be cut into equal chunks for the ranks.
     """
 
-    cu_seqlens: IntArray = attrs.field(converter=_frozen_copy)
+    cu_seqlens: IntArray = attrs.field(converter=frozen_array)
     """
     Start of each sequence in the row without padding, then the number of tokens; shape
     (num_sequences + 1,).
     """
 
-    cu_seqlens_padded: IntArray = attrs.field(converter=_frozen_copy)
+    cu_seqlens_padded: IntArray = attrs.field(converter=frozen_array)
     """
     Start of each sequence in the row with padding, then the length of the row; shape (num_sequences
     + 1,).

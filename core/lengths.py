@@ -62,6 +62,15 @@ def as_lengths(lengths: Lengths, *, least: int = 1) -> IntArray:
     return checked
 
 
+def frozen_array(values: Any) -> IntArray:
+    """Return whole numbers as a read-only int64 array; an array that can be written is copied."""
+    array = np.asarray(values, dtype=np.int64)
+    if array.flags.writeable:
+        array = array.copy()
+        array.flags.writeable = False
+    return array
+
+
 def as_lengths_up_to(lengths: Lengths, *, capacity: int) -> IntArray:
     """Check lengths as `as_lengths` does. Raise an ArgumentError if one exceeds *capacity*."""
     array = as_lengths(lengths)

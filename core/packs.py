@@ -22,7 +22,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from packplan.core.errors import ArgumentError
-from packplan.core.lengths import IntArray, Lengths, as_lengths
+from packplan.core.lengths import IntArray, Lengths, as_lengths, frozen_array
 
 BLOCK = 1 << 16
 """
@@ -32,14 +32,6 @@ sort is five times faster.
 
 
 _FORMAT = b"packplan packs 1\n"
-
-
-def _frozen_array(values: Any) -> IntArray:
-    array = np.asarray(values, dtype=np.int64)
-    if array.flags.writeable:
-        array = array.view()
-        array.flags.writeable = False
-    return array
 
 
 @attrs.frozen(eq=False, repr=False)
@@ -52,10 +44,10 @@ class Packs(Sequence[list[int]]):
     (2, [0, 2], [[1]], True)
     """
 
-    offsets: IntArray = attrs.field(converter=_frozen_array)
+    offsets: IntArray = attrs.field(converter=frozen_array)
     """Start of each pack in `indices`, then the end of the last pack; shape (num_packs + 1,)."""
 
-    indices: IntArray = attrs.field(converter=_frozen_array)
+    indices: IntArray = attrs.field(converter=frozen_array)
     """Sample indices of all packs, one pack after the other; shape (num_samples,)."""
 
     def __attrs_post_init__(self) -> None:

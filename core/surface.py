@@ -26,7 +26,7 @@ from packplan.core.align import align_plan
 from packplan.core.batch import pack_degrees
 from packplan.core.errors import ArgumentError, counted, verb_for
 from packplan.core.inspection import BOUNDS, PlanSummary, summarise
-from packplan.core.lengths import MOST_RANKS, IntArray, Lengths, as_lengths, as_whole_number
+from packplan.core.lengths import MOST_RANKS, IntArray, Lengths, as_lengths, as_whole_number, frozen_array
 from packplan.core.packs import HasPacks, Packs, plan_checksum
 from packplan.core.plan import RawPlan, build_raw_plan, refuse_dropped
 from packplan.core.plan import refuse_longer as refuse_longer_samples
@@ -53,8 +53,8 @@ class Plan(HasPacks):
     raw: RawPlan
     """Raw plan: the packs, and all counts that planning computes."""
 
-    lengths: IntArray
-    """Number of tokens of each sample; int64, shape (num_samples,)."""
+    lengths: IntArray = attrs.field(converter=frozen_array)
+    """Number of tokens of each sample; int64, read-only, shape (num_samples,)."""
 
     @property
     def packs(self) -> Packs:

@@ -19,7 +19,7 @@ import attrs
 import numpy as np
 from numpy.typing import NDArray
 
-from packplan.core.lengths import IntArray
+from packplan.core.lengths import IntArray, frozen_array
 from packplan.core.packs import Packs
 from packplan.core.shard.inputs import SequenceWorks
 
@@ -32,19 +32,19 @@ _Number = TypeVar("_Number", np.int64, np.float64)
 class ShardBatch:
     """One worker's microbatches in one global batch."""
 
-    indices: IntArray
+    indices: IntArray = attrs.field(converter=frozen_array)
     """Sequence of each slot; shape (num_slots,)."""
 
-    weights: IntArray
+    weights: IntArray = attrs.field(converter=frozen_array)
     """Weight of each slot: 1, or 0 for filler; shape (num_slots,)."""
 
-    offsets: IntArray
+    offsets: IntArray = attrs.field(converter=frozen_array)
     """
     Start of each microbatch in `indices`, then the end of the last microbatch; shape
     (num_microbatches + 1,).
     """
 
-    widths: IntArray
+    widths: IntArray = attrs.field(converter=frozen_array)
     """
     Number of positions in the row of a packed microbatch, or in every row of a padded microbatch;
     shape (num_microbatches,).
@@ -78,7 +78,7 @@ class Sharding:
     num_microbatches: tuple[int, ...]
     """Number of microbatches of every worker, for each global batch."""
 
-    lengths: IntArray
+    lengths: IntArray = attrs.field(converter=frozen_array)
     """Number of tokens of each sequence; shape (num_sequences,)."""
 
     slots: Packs
@@ -86,16 +86,16 @@ class Sharding:
     Microbatches of worker 0 over all global batches, then the microbatches of worker 1, and so on.
     """
 
-    weights: IntArray
+    weights: IntArray = attrs.field(converter=frozen_array)
     """Weight of each slot: 1, or 0 for filler; shape (num_slots,)."""
 
-    widths: IntArray
+    widths: IntArray = attrs.field(converter=frozen_array)
     """
     Number of positions in the row of a packed microbatch, or in every row of a padded microbatch;
     shape (num_microbatches,).
     """
 
-    positions: IntArray
+    positions: IntArray = attrs.field(converter=frozen_array)
     """Number of positions in each microbatch; shape (num_microbatches,)."""
 
     works: NDArray[np.float64]
@@ -223,6 +223,7 @@ def join_batches(
         widths = np.tile(np.concatenate([part.widths for part in parts if part.widths is not None]), shards)
         positions = slots.sizes() * widths
         works += slots.sizes() * work.row_works(widths)
+    works.flags.writeable = False
     return Sharding(
         mode=mode,
         num_shards=shards,

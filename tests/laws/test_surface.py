@@ -81,6 +81,23 @@ def test_packs_are_taken_in_every_form_that_people_have_them():
                 call(bad)
 
 
+def test_no_array_of_a_plan_or_of_what_comes_from_it_can_be_changed():
+    """Neither by its caller, who may go on with the array of lengths, nor in the plan."""
+    lengths, offsets = np.array([60, 20, 50, 30, 90, 40]), np.array([0, 1])
+    plan, packs = pp.plan(lengths, 80), pp.Packs(offsets, np.array([0]))
+    sharding = pp.shard_packed(lengths, shards=2, batch_size=6, max_tokens_per_microbatch=90)
+    shown = repr(plan.show())
+    offsets[1], lengths[:] = 0, 1
+
+    assert shown == repr(pp.plan([60, 20, 50, 30, 90, 40], 80).show()) == repr(plan.show())
+    assert [[0]] == packs
+    shared, (batch, *_) = plan.schedule(world_size=2, degrees="auto"), sharding.shard(0)
+    for one in (plan, plan.packs, shared, sharding, batch):
+        arrays = [value for name in attrs.fields_dict(type(one)) if isinstance(value := getattr(one, name), np.ndarray)]
+        assert arrays
+        assert not any(array.flags.writeable for array in arrays)
+
+
 def test_a_ratio_may_be_a_fraction():
     """It counts as the decimal of the same value; the fingerprint has it as it is written."""
     options = {"lengths": [60, 35, 60, 20], "packing_length": 100, "max_dropped_share": Fraction(1)}
