@@ -1,6 +1,6 @@
 """
-Measurements in a process of their own, so that memory is the measured call's and a slow call can be
-ended.
+Runs measurements in processes of their own. So a process has only the memory of the measured call,
+and a slow call can be ended.
 """
 
 import contextlib
@@ -24,7 +24,7 @@ from packplan.adapters.processes import end_with_parent
 from packplan.core.errors import PackplanError
 
 ENOUGH_S = 10.0
-"""Seconds of all runs together after which a call is not repeated."""
+"""A call is not repeated once its runs have taken this many seconds in total."""
 
 STDOUT, STDERR = 1, 2
 
@@ -35,13 +35,13 @@ class NotMeasuredError(PackplanError):
 
 class Child:
     """
-    Forked process that computes one value of an iterator each time it is asked.
+    Forked process that computes one value of an iterator each time its parent asks for a value.
 
-    Several children that are asked in turn share what slows the machine for a while.
+    If several children are asked in turn, a slow phase of the machine affects all of them.
     """
 
     def __init__(self, values: Callable[[], Iterator[Any]]) -> None:
-        """Start the process; each of the *values* is something that JSON can hold."""
+        """Start the process; JSON has to be able to represent each of its *values*."""
         context = multiprocessing.get_context("fork")
         self._connection, theirs = context.Pipe()
         # A daemon may have no children of its own.
@@ -53,7 +53,7 @@ class Child:
         return self
 
     def __exit__(self, *_: object) -> None:
-        """End the process and all that it started."""
+        """End the process, and all processes that it started."""
         # It has no group of its own until it has come that far.
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self._process.pid or 0, signal.SIGKILL)
@@ -65,7 +65,7 @@ class Child:
         Return the next value.
 
         Raises:
-            NotMeasuredError: It did not come within *limit_s* seconds, or the process failed.
+            NotMeasuredError: No value came within *limit_s* seconds, or the process failed.
         """
         try:
             self._connection.send_bytes(b"next")
@@ -85,11 +85,11 @@ def run_in_child(call: Callable[[], Any], *, limit_s: float) -> Any:
     Return the result of a call in a process of its own.
 
     Args:
-        call: Returns something that JSON can hold.
-        limit_s: Seconds after which it is ended.
+        call: Function whose result JSON can represent.
+        limit_s: Seconds after which the process is ended.
 
     Raises:
-        NotMeasuredError: It failed, died or took too long.
+        NotMeasuredError: The call failed or took too long, or its process died.
     """
 
     def once() -> Iterator[Any]:
@@ -104,13 +104,13 @@ class Cost:
     """Time and memory of a call."""
 
     seconds: float
-    """Median over the runs."""
+    """Wall-clock seconds; median over the runs."""
 
     cpu_s: float
     """Processor time of the calling process alone; median over the runs."""
 
     peak_bytes: int
-    """Memory beyond the input, with that of processes that the call started."""
+    """Peak memory of the call and of the processes that it started, without the input."""
 
     num_runs: int
     result: Any
@@ -124,13 +124,13 @@ def measure(
     Run a call several times in a process of its own.
 
     Args:
-        prepare: Makes the input and warms up; returns the call to measure.
-        summarise: Turns the call's result into something that JSON can hold.
-        repeat: Number of runs at most.
-        limit_s: Seconds of one run, preparation included, after which it is ended.
+        prepare: Function that makes the input, warms up, and returns the call to measure.
+        summarise: Function that converts the call's result to a value that JSON can represent.
+        repeat: Maximum number of runs.
+        limit_s: Seconds of one run, preparation included, after which the process is ended.
 
     Raises:
-        NotMeasuredError: It failed, died or took too long.
+        NotMeasuredError: The call failed or took too long, or its process died.
     """
 
     def runs() -> Iterator[dict[str, Any]]:
@@ -152,7 +152,7 @@ def measure(
 
 
 def reset_peak() -> int:
-    """Set this process's peak of memory to what it holds now; return that in bytes."""
+    """Reset this process's recorded peak memory to its present memory; return this in bytes."""
     gc.collect()
     # Memory that was freed before would be used again, unseen. Other C libraries keep less of it.
     with contextlib.suppress(AttributeError):
@@ -162,7 +162,7 @@ def reset_peak() -> int:
 
 
 def peak_bytes() -> int:
-    """Return the most memory that this process held since `reset_peak`."""
+    """Return the peak memory of this process in bytes, since `reset_peak` was called."""
     return _status("VmHWM")
 
 

@@ -1,22 +1,24 @@
 """
-Simulate seconds of an epoch in which a part of the samples is longer than a pack, or --measure it.
+Simulate the seconds of an epoch in which some samples are longer than a pack, or --measure a small
+epoch.
 
-Lengths are those of the trace `chat`, and a tail of longer ones: lognormal, from one packing length
-to --longest tokens. Steps are those of the product's schedules, by its work of a 7B model. A rank
-takes --tflops. Ranks that share a pack start it together and exchange its queries, keys, values and
-outputs, within a node of 8 faster than between nodes. The others do not wait until the step ends.
+Lengths come from the trace `chat`. A share of the samples (--tails) is longer than a pack: their
+lengths are lognormal, up to --longest tokens. Steps are those of Packplan's schedules, with the
+work of a 7B model. Each rank computes --tflops. Ranks that share a pack start the pack together,
+and exchange its queries, keys, values and outputs. This exchange is faster within a node of 8 ranks
+than between nodes. All other ranks wait only at the end of a step.
 
 - `whole`: each rank computes whole packs.
 - `fixed`: all packs are shared by as many ranks as the longest needs.
 - `own`: each pack is shared by as many ranks as it needs (`sequence_parallel_size: auto`).
 
-`tokens` is the most that a rank computes at once. `ideal` is the work of all packs, evenly on all
-ranks, without any exchange.
+`tokens` is the maximum number of tokens that a rank computes at once. `ideal` is the time in which
+all ranks would compute all packs, if work were even and nothing were exchanged.
 
---measure trains an epoch of a small Qwen2 on ranks of gloo, in processes of this machine. Its packs
-are of --tokens tokens, and for each degree above 1 one sample is as long as its ranks hold. `short`
-has only packs of --tokens. Peaks count the tensors of a step beyond weights and gradients, on the
-rank that has most.
+--measure trains an epoch of a small Qwen2 on gloo ranks, which are processes of this machine. Packs
+have --tokens tokens. For each degree above 1, one sample has as many tokens as this number of ranks
+can hold. The way `short` has no such samples. Peaks count the tensors of a step, without weights
+and gradients, on the rank with the largest peak.
 """
 
 import argparse
@@ -42,17 +44,17 @@ from packplan.core.work.model import SampleWorks
 
 EXCHANGED_BYTES = 3 * 28 * 2 * (2 * 3584 + 2 * 512)
 """
-Bytes that a token's queries, keys, values and outputs have in all layers, forward, recomputed and
-backward.
+Bytes of a token's queries, keys, values and outputs in all layers, counted for the forward pass,
+its recomputation and the backward pass.
 """
 
 NODE, WITHIN, BETWEEN = 8, 200e9, 25e9
-"""Ranks of a node; bytes a second that a rank exchanges within its node, and with others."""
+"""Ranks of a node; bytes per second that a rank exchanges within a node, and between nodes."""
 
 
 @attrs.frozen
 class DegreesRow:
-    """Seconds of an epoch with one tail and packing length, by one way to share packs."""
+    """Seconds of an epoch for one share of long samples, packing length and way to share packs."""
 
     tail: float
     packing_length: int
@@ -63,7 +65,7 @@ class DegreesRow:
 
     @property
     def above(self) -> float:
-        """Seconds above the ideal, as a share of it."""
+        """Seconds above the ideal, as a share of the ideal."""
         return self.seconds / self.ideal - 1
 
 
@@ -79,21 +81,21 @@ COLUMNS: Columns = {
 
 @attrs.frozen
 class MeasuredRow:
-    """Need of ranks for an epoch, by one way to share packs."""
+    """Memory, time and loss of an epoch, for one way to share packs."""
 
     ranks: int
     way: str
     peak: int
-    """Bytes beyond weights and gradients on the most loaded rank."""
+    """Peak bytes without weights and gradients, on the rank with the largest peak."""
 
     of_short: float
-    """Peak as a multiple of that of short packs."""
+    """Peak as a multiple of the peak of the way `short`."""
 
     seconds: float
-    """Processor time of all ranks."""
+    """Processor seconds, summed over all ranks."""
 
     loss: float
-    """Mean over the epoch's supervised tokens."""
+    """Mean loss of the epoch's supervised tokens."""
 
 
 MEASURED: Columns = {
@@ -116,7 +118,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--packing-lengths", type=parse_positives, default=[8192, 16384], metavar="N,N",
         help="tokens of a pack (default: 8192,16384)",
     )  # fmt: skip
-    add_number(parser, "--samples", 40_000, "samples")
+    add_number(parser, "--samples", 40_000, "number of samples")
     add_number(parser, "--longest", 131_072, "tokens of the longest sample")
     add_number(parser, "--ranks", 64, "ranks, a power of two")
     add_number(parser, "--accumulation", 4, "packs of a rank in a step")
@@ -125,11 +127,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_number(parser, "--measured-ranks", [2, 4], "ranks that train, powers of two")
     add_number(parser, "--tokens", 512, "tokens of a pack that is trained")
     add_number(parser, "--width", 128, "width of the model that is trained")
-    add_number(parser, "--vocabulary", 4096, "size of its vocabulary")
+    add_number(parser, "--vocabulary", 4096, "vocabulary of the model that is trained")
 
 
 def run(options: argparse.Namespace) -> None:
-    """Simulate or measure, then print."""
+    """Simulate or measure, then print the results."""
     if options.measure:
         measured = [row for ranks in options.measured_ranks for row in measure(ranks, options)]
         show(measured, MEASURED, left={"shared"}, as_json=options.json, packages=("torch", "transformers"))
@@ -142,13 +144,13 @@ def run(options: argparse.Namespace) -> None:
 
 def draw_lengths(num_samples: int, tail: float, packing_length: int, longest: int) -> IntArray:
     """
-    Return lengths of chats, a part of which is longer than a pack.
+    Return lengths of samples, a share of which is longer than a pack.
 
     Args:
         num_samples: Number of samples.
-        tail: Share of samples that are longer.
-        packing_length: Shortest of these.
-        longest: Longest of these.
+        tail: Share of samples that are longer than a pack.
+        packing_length: Tokens of a pack.
+        longest: Maximum number of tokens of a sample.
     """
     rng = np.random.default_rng(0)
     lengths = rng.choice(trace("chat"), num_samples).astype(np.int64)
@@ -160,7 +162,7 @@ def draw_lengths(num_samples: int, tail: float, packing_length: int, longest: in
 
 def simulate(lengths: IntArray, tail: float, packing_length: int, options: argparse.Namespace) -> Iterator[DegreesRow]:
     """
-    Yield a row of each way to share the packs of samples.
+    Yield a row of the table for each way to share packs.
 
     Args:
         lengths: Tokens of each sample.
@@ -185,18 +187,18 @@ def simulate(lengths: IntArray, tail: float, packing_length: int, options: argpa
 
 
 def _exchange_seconds(tokens: IntArray, sharing: IntArray) -> NDArray[np.float64]:
-    """Return the seconds in which ranks that share a pack exchange it."""
+    """Return, for each pack, the seconds in which the pack's ranks exchange its tensors."""
     sent: NDArray[np.float64] = EXCHANGED_BYTES * tokens / sharing * (1 - 1 / sharing)
     return sent / np.where(sharing <= NODE, WITHIN, BETWEEN)
 
 
 def _epoch_seconds(seconds: NDArray[np.float64], degrees: IntArray, packs_per_step: int) -> float:
     """
-    Return the seconds of all steps; ranks that share a pack start it together.
+    Return the seconds of all steps; ranks that share a pack start the pack together.
 
     Args:
         seconds: Seconds of each microbatch on each rank; shape (num_microbatches, ranks).
-        degrees: Ranks that share each pack; of that shape.
+        degrees: Number of ranks that share each pack; same shape.
         packs_per_step: Packs of a step.
     """
     total, ranks = 0.0, seconds.shape[1]
@@ -214,7 +216,7 @@ def _epoch_seconds(seconds: NDArray[np.float64], degrees: IntArray, packs_per_st
 
 
 def measure(ranks: int, options: argparse.Namespace) -> Iterator[MeasuredRow]:
-    """Yield a row of each way, on some ranks."""
+    """Yield a row of the table for each way, measured on *ranks* ranks."""
     found = run_ranks(ranks, measure_ways, options)
     short = max(rank["short"][0] for rank in found)
     for way in found[0]:
@@ -226,7 +228,7 @@ def measure(ranks: int, options: argparse.Namespace) -> Iterator[MeasuredRow]:
 
 def measure_ways(options: argparse.Namespace) -> dict[str, tuple[int, float, dict[int, tuple[float, int]]]]:
     """
-    Return what `_train` measures on this rank, by each way.
+    Return the results of `_train` on this rank, for each way.
 
     Args:
         options: Options of the benchmark.
@@ -256,7 +258,7 @@ def measure_ways(options: argparse.Namespace) -> dict[str, tuple[int, float, dic
 def _train(
     model: Any, planned: Plan, packs: list[int], groups: Any, vocabulary: int
 ) -> tuple[int, float, dict[int, tuple[float, int]]]:
-    """Train packs; return the peak, the processor time, and sums of losses and tokens of each."""
+    """Train packs; return peak bytes, processor seconds, and each pack's summed loss and tokens."""
     import torch
 
     from benchmarks.peak import PeakOfTensors

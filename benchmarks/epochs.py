@@ -1,8 +1,9 @@
 """
-Plan epochs of their own: time of a further epoch beside packing its lengths once.
+Compare the time of planning another epoch with the time of only packing its lengths.
 
-Both are timed in turn in one process; medians count. An epoch is selected, packed, filtered and put
-in order, with a quick bound; its record has the digests.
+Both are timed in turn in one process, and medians are reported. Planning an epoch draws its
+samples, packs them, drops underfilled packs, sorts packs, and computes a quick bound. The time of
+making the epoch's record, with its digests, is reported separately.
 """
 
 import argparse
@@ -28,7 +29,7 @@ from packplan.core.policy import PlanPolicy
 
 
 def _mix(*, replacement: bool = False, **keys: Any) -> Mixes:
-    """Return a mix of three sources, of 4, 3 and 3 tenths."""
+    """Return a mix of three sources, with shares of 40, 30 and 30 %."""
     ratios = zip("abc", (4, 3, 3), strict=True)
     sources = [Source(jsonl=name, ratio=Decimal(ratio), replacement=replacement) for name, ratio in ratios]
     return Mixes((Mix(sources=tuple(sources), **keys),))
@@ -42,25 +43,25 @@ KINDS: Mapping[str, Callable[[IntArray], tuple[EpochRecipe, dict[str, Any]]]] = 
         {},
     ),
 }
-"""Kind of epochs -> its recipe and fields of its policy, given the lengths."""
+"""Kind of epochs -> function of lengths that returns the recipe and fields of the policy."""
 
 
 @attrs.frozen
 class EpochRow:
-    """Figures of one kind of epochs; a problem instead where there are none."""
+    """Figures of one kind of epochs, or the problem that prevented them."""
 
     distribution: str
     samples: int
     kind: str
     problem: str | None = None
     pack_seconds: float = 0.0
-    """Time of packing an epoch's lengths."""
+    """Seconds of packing an epoch's lengths."""
 
     times_pack: float = 0.0
-    """Time of planning a further epoch over that."""
+    """Time of planning another epoch, divided by `pack_seconds`."""
 
     record_times_pack: float = 0.0
-    """Time of its record, over the same."""
+    """Time of making the epoch's record, divided by `pack_seconds`."""
 
 
 COLUMNS: Columns = {
@@ -75,14 +76,14 @@ COLUMNS: Columns = {
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the options."""
-    add_number(parser, "--samples", 1_000_000, "of the data set")
-    add_names(parser, "--distributions", DISTRIBUTIONS, ["chat-4096"], "; the number is the capacity")
-    add_number(parser, "--repeat", 7, "runs of each")
-    add_number(parser, "--limit-s", 300, "seconds of all runs of a kind", metavar="S")
+    add_number(parser, "--samples", 1_000_000, "samples of the data set")
+    add_names(parser, "--distributions", DISTRIBUTIONS, ["chat-4096"], "; the number in a name is the capacity")
+    add_number(parser, "--repeat", 7, "runs of each kind")
+    add_number(parser, "--limit-s", 300, "limit of seconds for all runs of a kind", metavar="S")
 
 
 def run(options: argparse.Namespace) -> None:
-    """Measure, then print."""
+    """Measure, then print the results."""
     rows = []
     for name in options.distributions:
         for kind in KINDS:

@@ -1,10 +1,12 @@
 """
-Predict the seconds of optimizer steps from a calibration, on packs that it has not seen.
+Predict the seconds of optimizer steps from a calibration, for packs that the calibration leaves
+out.
 
-Half of each setting's packs are left out of the calibration. Their steps are trained in turn with
-the calibration's steps and with one step that repeats. So a slow phase of the machine meets all
-three. The error of a step is that of its prediction from its median over three repeats. The
-interquartile range of the repeated step shows how far equal steps differ; it is not subtracted.
+The calibration leaves out half of each setting's packs. The steps of these packs are trained in
+turn with the calibration's steps and with one repeated step. So a slow phase of the machine affects
+all of these steps. The error of a step compares its predicted seconds with its median seconds over
+three repeats. The interquartile range of the repeated step shows how much equal steps differ. This
+range is not subtracted from the errors.
 """
 
 from __future__ import annotations
@@ -42,12 +44,12 @@ LIMIT_S = 1800.0
 CLOCKS = {"wall": time.perf_counter, "processor": time.process_time}
 
 _REPEATED = 7
-"""Repeats of one step in each of `REPEATS` rounds."""
+"""Number of repeats of one step in each of `REPEATS` rounds."""
 
 
 @attrs.frozen
 class Case:
-    """One way to train."""
+    """One setting of training: samples, ranks, tuner and gradient checkpointing."""
 
     kind: str
     """Samples: `text`, or `images` with text."""
@@ -64,26 +66,26 @@ CASES: Mapping[str, Case] = {
     "images, LoRA": Case("images", tuner="lora"),
     "images, 2 ranks": Case("images", ranks=2),
 }
-"""Settings by name."""
+"""Name -> setting."""
 
 
 @attrs.frozen(kw_only=True)
 class ForecastRow:
-    """Errors of the predictions of one setting, or of all together."""
+    """Errors of the predictions of one setting, or of all settings together."""
 
     name: str
     num_fitted: int
     errors: tuple[float, ...]
-    """Relative error of each step that the fit has not seen."""
+    """Relative error of each predicted step, which the fit did not use."""
 
     stated: float | None
-    """Error that 95 % of steps stay below, as the calibration itself states it."""
+    """Relative error that 95 % of steps stay below, as estimated by the calibration itself."""
 
     step_s: float
     """Median seconds of the repeated step."""
 
     spread: float
-    """Interquartile range of the repeated step over its median."""
+    """Interquartile range of the repeated step, divided by its median."""
 
 
 COLUMNS: Columns = {
@@ -101,21 +103,21 @@ COLUMNS: Columns = {
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the options."""
     add_names(parser, "--settings", CASES, CASES)
-    add_number(parser, "--samples", 400, "of each kind")
-    add_number(parser, "--unseen", 10, "steps that the fit has not seen, of each setting")
-    add_number(parser, "--width", 256, "of the model, a multiple of 128", metavar="W")
-    add_number(parser, "--layers", 4, "of the model", metavar="L")
+    add_number(parser, "--samples", 400, "samples of each kind")
+    add_number(parser, "--unseen", 10, "predicted steps of each setting, which the fit does not use")
+    add_number(parser, "--width", 256, "width of the model, a multiple of 128", metavar="W")
+    add_number(parser, "--layers", 4, "layers of the model", metavar="L")
     add_number(parser, "--pack", 1024, "packing length", metavar="TOKENS")
     parser.add_argument(
         "--clock", choices=list(CLOCKS), default="wall",
-        help="on a machine that others use, processor time is that of a quiet one, if nothing waits (default: wall)",
+        help="clock to use; other programs affect processor time less, but waits are not counted (default: wall)",
     )  # fmt: skip
-    add_number(parser, "--seed", 1, "of the packs that are left out")
-    parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu", help="(default: cpu)")
+    add_number(parser, "--seed", 1, "seed that selects the packs to leave out")
+    parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu", help="device that trains (default: cpu)")
 
 
 def run(options: argparse.Namespace) -> None:
-    """Measure, then print."""
+    """Measure, then print the results."""
     with TemporaryDirectory() as name:
         settings = progress(options.settings, desc="measuring", unit=" settings")
         rows = [_measured(Path(name), setting, options) for setting in settings]
@@ -156,7 +158,7 @@ def _measured(folder: Path, name: str, options: argparse.Namespace) -> ForecastR
 
 
 def _row(name: str, found: Mapping[str, Any], unseen: int) -> ForecastRow:
-    """Return the errors of predictions; *found* has the steps of each round by their place."""
+    """Return the errors of predictions; *found* has the steps of each round in training order."""
     rounds = [[None if one is None else MeasuredStep(**one) for one in steps] for steps in found["rounds"]]
     places = range(len(rounds[0]))
     fitted = [*range(found["fitted"]), *places[found["fitted"] + unseen + _REPEATED :]]
@@ -228,8 +230,8 @@ def _packs(
     train: PlannedSplit, batches: int, world_size: int, options: argparse.Namespace
 ) -> tuple[list[Sequence[int]], int]:
     """
-    Return the packs of a round, and the number of first steps that are fitted. A shorter last step
-    is fitted, too.
+    Return the packs of a round, and the number of steps at its start that are fitted. A last step
+    with fewer packs is fitted, too.
     """
     raw = train.raw.packs
     each, shuffled = world_size * batches, np.random.default_rng(options.seed).permutation(len(raw))

@@ -1,13 +1,20 @@
 """
-Measure the lengths of samples, beside encoding them in full: samples a second and CPU time.
+Compare measuring the lengths of samples with encoding samples in full, by samples per second and
+CPU time.
 
-Made text, small images and photographs are measured in two ways, with each number of worker
-processes: from the template's texts and the images' headers, and by full encodes. Chats are
-measured beside the bare tokenizer, on the same rows. Videos are measured from their containers;
-their lengths are compared with full encodes, and a clip of 30 s at 720p is timed. Chats, images and
-videos are measured beside ms-swift's `AddLengthPreprocessor` and TRL's tokenisation, with each
-number of worker processes. Last, the command runs on more and more chats with images, for its time
-and memory of a record. For chats and videos by themselves, samples/s are per second of CPU time.
+The option --parts selects:
+
+- `kinds`: generated text, small images and photographs, from texts and image headers, and by full
+  encodes
+- `chats`: chats, compared with the bare tokenizer on the same rows
+- `videos`: lengths of videos from their containers, compared with full encodes, and the time of a
+  clip of 30 s at 720p
+- `beside`: chats, images and videos, compared with ms-swift's `AddLengthPreprocessor`, and chats
+  also with TRL's tokenisation
+- `slope`: `packplan measure` on growing numbers of chats with images, for its time and memory of a
+  record
+
+In `chats` and `videos`, samples/s means samples per second of CPU time.
 """
 
 import argparse
@@ -33,7 +40,7 @@ class LengthsRow:
     workers: int
     samples_per_s: float
     cpu_ms: float
-    """CPU time of a sample, of all processes."""
+    """CPU milliseconds of a sample, summed over all processes."""
 
 
 COLUMNS: Columns = {
@@ -48,21 +55,21 @@ COLUMNS: Columns = {
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the options."""
     add_names(parser, "--parts", PARTS, PARTS)
-    add_number(parser, "--workers", [1, 2], "kinds, beside: processes; slope: the most of them")
+    add_number(parser, "--workers", [1, 2], "kinds, beside: numbers of processes; slope: uses the largest")
     parser.add_argument(
         "--samples", type=parse_positive, metavar="N",
-        help="kinds, beside: of each at most (default: 1600 texts to 128 photographs; 4096 chats to 48 videos)",
+        help="kinds, beside: samples of each kind (default: 1600 texts to 128 photographs; 4096 chats to 48 videos)",
     )  # fmt: skip
-    add_number(parser, "--rows", 4096, "chats: number")
-    parser.add_argument("--model", metavar="FOLDER", help="chats: model whose tokenizer and template measure them")
-    add_number(parser, "--videos", 200, "videos: number compared")
+    add_number(parser, "--rows", 4096, "chats: number of chats")
+    parser.add_argument("--model", metavar="FOLDER", help="chats: model with the tokenizer and template to use")
+    add_number(parser, "--videos", 200, "videos: number of compared videos")
     add_number(parser, "--records", [2000, 8000, 32000], "slope: numbers of records")
     add_number(parser, "--widths", [336, 640, 1280], "slope: widths of images, in pixels")
-    add_number(parser, "--rounds", 2, "slope: times that each is measured")
+    add_number(parser, "--rounds", 2, "slope: runs of each case")
 
 
 def run(options: argparse.Namespace) -> None:
-    """Measure, then print."""
+    """Measure, then print the results."""
     # Seconds to load, for this benchmark alone.
     from benchmarks import measuring
 

@@ -1,4 +1,4 @@
-"""Costs of measuring, for `benchmarks.lengths`; this part loads torch and ms-swift."""
+"""Times how lengths are measured, for `benchmarks.lengths`; loads torch and ms-swift."""
 
 import os
 import time
@@ -29,30 +29,30 @@ KINDS: dict[str, tuple[int, tuple[int, int] | None]] = {
     "small image": (800, (160, 120)),
     "photograph": (128, (4032, 3024)),
 }
-"""Kind -> number of samples, and width and height of the image in pixels."""
+"""Kind -> number of samples; width and height of the image in pixels, or None without image."""
 
 WAYS = ("headers", "full encode")
 
 VIDEO_MODELS = ("qwen2_5_vl", "qwen3_vl")
 
 CLIP, CLIP_FRAMES = VideoSpec(rate=Fraction(30), num_frames=900, size=(1280, 720)), 60
-"""30 s at 720p, and the number of its frames that are sampled."""
+"""Video of 30 s at 720p, and the number of frames that are sampled from it."""
 
 LIMIT_S = 3600.0
 """Seconds after which a process is ended."""
 
 VOCABULARY = 16_000
-"""Tokens that the tokenizer of the chats learns from the text."""
+"""Size of the vocabulary that the tokenizer of chats learns."""
 
 PHOTOS = TemplateConfig(max_length=4096, max_pixels=1_280 * 28 * 28)
-"""Template with the limit that users of Qwen2.5-VL mostly set: 1,280 tokens an image."""
+"""Template keys with the limit that users of Qwen2.5-VL mostly set: 1,280 tokens an image."""
 
 VIDEOS = TemplateConfig(max_length=65536, video_min_pixels=3200)
-"""Template whose small frames stay small, so that ten minutes of them fit into memory."""
+"""Template keys that do not enlarge small frames, so that ten minutes of video fit into memory."""
 
 
 def measure_kinds(workers: Sequence[int], most: int | None) -> list[LengthsRow]:
-    """Measure every kind of sample in both ways with each number of *workers*, *most* at most."""
+    """Measure at most *most* samples of each kind in both ways, with each number of *workers*."""
     # Processes forked from one that has used more threads may hang in them.
     torch.set_num_threads(1)
     cases = list(product(KINDS, WAYS, workers))
@@ -64,7 +64,7 @@ def measure_kinds(workers: Sequence[int], most: int | None) -> list[LengthsRow]:
             planned, size = KINDS[kind]
             total = min(planned, most or planned)
             if total <= AT_ONCE:
-                message = f"--samples is {total}, but has to be more than the {AT_ONCE} that warm up"
+                message = f"--samples is {total}, but has to exceed the {AT_ONCE} samples that warm up"
                 raise NotMeasuredError(message)
             data = write_photos(folder, size, total) if size else _write_texts(folder, total)
             config = config_of(folder, folder / "model", data, PHOTOS, workers=number)
@@ -77,15 +77,16 @@ def measure_kinds(workers: Sequence[int], most: int | None) -> list[LengthsRow]:
 
 def measure_chats(num_rows: int, model: str | None) -> tuple[list[LengthsRow], float]:
     """
-    Measure chats beside the bare tokenizer; return the rows, and the mean number of tokens.
+    Compare measuring chats with the bare tokenizer; return the rows, and the mean tokens of a chat.
 
-    Some rows are measured in one way after the other, so that what slows the machine slows all.
+    Each block of chats is measured in all ways in turn, so that a slow phase of the machine affects
+    all ways.
     """
     # Threads of the tokenizer's library would hide its work from this process's clock.
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
     torch.set_num_threads(1)
     if num_rows <= AT_ONCE:
-        message = f"--rows is {num_rows}, but has to be more than the {AT_ONCE} that warm up"
+        message = f"--rows is {num_rows}, but has to exceed the {AT_ONCE} rows that warm up"
         raise NotMeasuredError(message)
     with TemporaryDirectory() as name:
         folder = Path(name)
@@ -107,10 +108,10 @@ def measure_chats(num_rows: int, model: str | None) -> tuple[list[LengthsRow], f
 
 def measure_videos(number: int) -> tuple[list[LengthsRow], int, list[str]]:
     """
-    Compare the lengths of made videos with full encodes, and time a clip.
+    Compare lengths of generated videos from their containers with full encodes, and time a clip.
 
     Returns:
-        The clip's rows, the number of videos that were decoded to be measured, and the differences.
+        The clip's rows, the number of decoded videos, and a line for each difference.
     """
     torch.set_num_threads(1)
     differences: list[str] = []
@@ -136,7 +137,7 @@ def write_videos(folder: Path, videos: Sequence[VideoSpec]) -> list[Path]:
 
 def video_lengths(model: Path, videos: Sequence[Path], *, in_full: bool) -> list[RecordOutcome]:
     """
-    Measure a sample of each video.
+    Measure one sample with each video.
 
     Args:
         model: Folder of the model; the data file is written beside it.
@@ -176,8 +177,8 @@ def config_of(folder: Path, model: Path, data: Path, template: TemplateConfig, *
         folder: Folder of the run's output.
         model: Folder of the model.
         data: The data file.
-        template: Keys of encoding.
-        workers: Processes that measure.
+        template: Keys of the section `template.`.
+        workers: Number of processes that measure.
     """
     return RunConfig(
         model=ModelConfig(model=str(model)),
@@ -204,11 +205,11 @@ def _opened_seconds(config: RunConfig, *, in_full: bool, total: int) -> tuple[fl
 
 def seconds(samples: SwiftMeasurer, *, total: int, in_full: bool = False) -> tuple[float, float]:
     """
-    Return the seconds of all samples but the first `AT_ONCE` by the clock, and of all processors;
-    digests of the records are part of it.
+    Return the wall-clock seconds of measuring all samples except the first `AT_ONCE`, and the
+    processor seconds of all processes. Both include the digests of the records.
 
     Args:
-        samples: Measures them.
+        samples: Measurer of the samples.
         total: Number of samples.
         in_full: Whether samples are encoded in full.
     """
@@ -233,7 +234,7 @@ def _cpu_seconds(process: psutil.Process) -> float:
 
 
 def _ways_of_chats(config: RunConfig) -> tuple[dict[str, Callable[[range], None]], list[int]]:
-    """Return calls that measure some rows, and the tokens of each row."""
+    """Return a function for each way to measure some rows, and the number of tokens of each row."""
     split = open_splits(config)["train"]
     samples, encoder = split.source, split.encoder
     tokenizer = encoder.template.tokenizer
@@ -260,7 +261,7 @@ def _ways_of_chats(config: RunConfig) -> tuple[dict[str, Callable[[range], None]
 
 
 def _clip_seconds(model: Path, clip: Path) -> dict[str, float]:
-    """Return the CPU seconds that the clip takes by its container, to decode and to encode."""
+    """Return CPU seconds for the clip: measured from its container, decoded, and fully encoded."""
     import decord
 
     samples = _open(_video_config(model, [clip] * (AT_ONCE + 1)))

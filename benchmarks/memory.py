@@ -1,10 +1,10 @@
 """
-Forecast peaks of memory beside those of the allocator, as torch's profiler records them on a CPU,
-or CUDA's allocator itself.
+Compare forecasts of peak memory with the allocator's peak. On a CPU, torch's profiler records this
+peak; on a GPU, CUDA's allocator does.
 
-Each setting trains two epochs over all packs of a plan. One rank trains by the real trainer; two
-ranks train under DDP, or as accelerate wraps FSDP 2. The forecast is that of `packplan plan fit`
-for the heaviest pack.
+On one rank, Packplan's trainer trains all packs of a plan for two epochs. On two ranks, each pack
+is trained once after a first step, under DDP, or under FSDP 2 as accelerate wraps the model. The
+forecast is that of `packplan plan fit` for the heaviest pack.
 """
 
 import argparse
@@ -35,7 +35,7 @@ _EPOCHS = 2
 
 @attrs.frozen
 class Setting:
-    """Model, tuner and ranks of a training."""
+    """Model, tuner and ranks of a training run."""
 
     family: str
     tuner: str = "full"
@@ -43,14 +43,14 @@ class Setting:
     ranks: int = 1
     bf16: bool = False
     copies: bool = False
-    """Whether each rank holds the whole model (DDP), and not its part (FSDP 2)."""
+    """Whether each rank holds the whole model (DDP), not only a part of it (FSDP 2)."""
 
     microbatches: int = 1
-    """Packs of a rank in an optimizer step."""
+    """Number of packs that a rank trains in an optimizer step."""
 
     @property
     def name(self) -> str:
-        """Name of the setting, as the option takes it."""
+        """Name of the setting, as a value of --settings."""
         told = {
             "checkpointing": self.checkpointing,
             "bf16": self.bf16,
@@ -61,7 +61,7 @@ class Setting:
 
     @property
     def is_sharded(self) -> bool:
-        """Whether ranks share the model (FSDP 2)."""
+        """Whether the weights of the model are sharded over ranks (FSDP 2)."""
         return self.ranks > 1 and not self.copies
 
 
@@ -99,25 +99,25 @@ class MemoryRow:
 
     @property
     def error(self) -> float:
-        """Deviation of the forecast, relative to what was measured."""
+        """Deviation of the forecast, relative to the measured peak."""
         return self.forecast / self.measured - 1
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare what the benchmark takes."""
+    """Declare the options."""
     add_names(parser, "--settings", SETTINGS, list(SETTINGS))
     add_number(parser, "--width", 256, "hidden size of the models, a multiple of 128")
     add_number(parser, "--layers", 4, "layers of the models")
     add_number(parser, "--max-length", 1024, "packing length in tokens")
     add_number(parser, "--samples", 48, "samples of the data")
-    add_number(parser, "--seed", 1, "of the data")
+    add_number(parser, "--seed", 1, "seed of the data")
     parser.add_argument(
         "--device", choices=["cpu", "cuda"], default="cpu", help="cuda trains the settings of one rank (default: cpu)"
     )
 
 
 def run(options: argparse.Namespace) -> None:
-    """Forecast, train and print."""
+    """Forecast and measure the memory of each setting, then print the table."""
     rows = []
     settings = [one for one in options.settings if options.device == "cpu" or SETTINGS[one].ranks == 1]
     with TemporaryDirectory() as name, progress(total=len(settings), desc="training") as bar:
@@ -200,7 +200,7 @@ def _forecast(config: RunConfig, setting: Setting) -> int:
 
 
 def _measured(config: RunConfig) -> int:
-    """Return the peak of training on one rank."""
+    """Return the peak memory of training on one rank, in bytes."""
     from packplan.adapters.ranks.torch_group import OneRank
     from packplan.app.sft.train import prepare
 
@@ -214,7 +214,7 @@ def _measured(config: RunConfig) -> int:
 
 
 def _measured_rank(config: RunConfig, rank: int, setting: Setting, file: Path) -> Iterator[int]:
-    """Yield the peak of one of several ranks; a CPU's trainer would not take FSDP 2."""
+    """Yield the peak bytes of one rank. The trainer is not used, since it refuses FSDP on CPUs."""
     import torch
     import torch.distributed as dist
 
@@ -263,11 +263,11 @@ def _measured_rank(config: RunConfig, rank: int, setting: Setting, file: Path) -
 
 def allocator_peak(held: Iterable[Any], train: Callable[[], Any]) -> int:
     """
-    Return the most bytes of the CPU's allocator during a call, tensors before it included.
+    Return the peak bytes of the CPU's allocator during a call, including earlier tensors.
 
     Args:
         held: Tensors that exist before the call.
-        train: The call.
+        train: Function to call.
     """
     import gc
 
@@ -292,10 +292,11 @@ def allocator_peak(held: Iterable[Any], train: Callable[[], Any]) -> int:
 
 def _peak_of_blocks(events: Iterable[tuple[int, int, int]]) -> int:
     """
-    Return the most bytes at one time. A block that a new one overlaps was freed by another thread.
+    Return the peak of allocated bytes. If a new block overlaps an older block, another thread has
+    freed the older block.
 
     Args:
-        events: Time, address, and bytes, which are negative where a block is freed.
+        events: Time, address and bytes, by time; bytes are negative if a block is freed.
     """
     starts: list[int] = []
     sizes: dict[int, int] = {}

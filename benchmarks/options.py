@@ -1,4 +1,4 @@
-"""Options that several benchmarks declare in one form."""
+"""Declares options that several benchmarks have in the same form."""
 
 import argparse
 import shlex
@@ -11,13 +11,13 @@ def add_number(
     parser: argparse.ArgumentParser, name: str, default: int | Sequence[int], about: str, *, metavar: str = "N"
 ) -> None:
     """
-    Declare a positive whole number, or several where the default is several.
+    Declare an option for a positive whole number, or for several if its default has several.
 
     Args:
         parser: Parser of the benchmark.
         name: Name of the option, with its dashes.
         default: Value if the option is not given.
-        about: Help, which the default follows.
+        about: Help text, to which the default is added.
         metavar: Name of a number in the help.
     """
     several = isinstance(default, Sequence)
@@ -32,14 +32,14 @@ def add_names(
     parser: argparse.ArgumentParser, name: str, choices: Collection[str], default: Collection[str], about: str = ""
 ) -> None:
     """
-    Declare an option of several names.
+    Declare an option for one or more names.
 
     Args:
         parser: Parser of the benchmark.
         name: Name of the option, with its dashes.
-        choices: All names.
+        choices: All allowed names.
         default: Names if the option is not given.
-        about: Help behind the names.
+        about: Help text after the allowed names.
     """
     shown = "all" if list(default) == list(choices) else " ".join(default)
     parser.add_argument(

@@ -1,11 +1,13 @@
 """
-Compare packing algorithms with other packages: time, packs above the lower bound, work of the
-busiest pack over the mean, peak memory.
+Compare packing algorithms with those of other packages.
 
-Every planner runs in a process of its own, several times; the median counts. Times are also given
-as multiples of a stable argsort of the same lengths, and of the fastest peer, since machines
-differ. A planner that takes longer than the limit is ended, and gets no more samples of that
-distribution.
+The figures are time, packs above the lower bound, work of the busiest pack over the mean work, and
+peak memory.
+
+Every planner runs several times in a process of its own, and medians are reported. Since machines
+differ, times are also given as multiples of a stable argsort of the same lengths, and of the
+fastest other package. A planner that takes longer than the limit is ended, and does not run on
+larger data of the same distribution.
 """
 
 import argparse
@@ -31,7 +33,7 @@ from packplan.core.packs import Packs
 from packplan.core.work.model import WorkModel
 
 WARM_UP = 500
-"""Samples that are packed before the clock starts, so that late imports are done."""
+"""Number of samples that are packed before the clock starts, so that imports are not timed."""
 
 _BOUND_STEPS = 100_000_000
 """Maximum number of steps of the search for the bound that gaps are measured against."""
@@ -43,7 +45,7 @@ PLANNERS = (*ALGORITHMS, *PEERS)
 
 @attrs.frozen
 class PlannerRow:
-    """Figures of one planner on one data set; a problem instead where there are none."""
+    """Figures of one planner on one data set, or the problem that prevented them."""
 
     distribution: str
     samples: int
@@ -51,17 +53,17 @@ class PlannerRow:
     problem: str | None = None
     seconds: float = 0.0
     cpu_seconds: float = 0.0
-    """Processor time of the planner's process alone: a peer may start others."""
+    """Processor seconds of the planner's own process; another package may start more processes."""
 
     times_argsort: float = 0.0
     times_fastest_peer: float | None = None
     packs: int = 0
     lower_bound: int = 0
     gap: float = 0.0
-    """Packs above the lower bound, over the bound."""
+    """Number of packs above the lower bound, divided by the bound."""
 
     busiest: float | None = None
-    """Work of the busiest pack over the mean, as an ordinary model has it; ours alone."""
+    """Work of the busiest pack over the mean, in an ordinary model; None for other packages."""
 
     peak_bytes: int = 0
 
@@ -85,16 +87,16 @@ COLUMNS: Columns = {
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the options."""
-    add_number(parser, "--samples", DEFAULT_SAMPLES, "of each data set")
-    add_names(parser, "--distributions", DISTRIBUTIONS, DISTRIBUTIONS, "; the number is the capacity")
+    add_number(parser, "--samples", DEFAULT_SAMPLES, "samples of each data set")
+    add_names(parser, "--distributions", DISTRIBUTIONS, DISTRIBUTIONS, "; the number in a name is the capacity")
     add_names(parser, "--planners", PLANNERS, PLANNERS)
-    add_number(parser, "--repeat", 5, "runs of each")
-    add_number(parser, "--limit-s", 60, "seconds of a run", metavar="S")
+    add_number(parser, "--repeat", 5, "runs of each planner")
+    add_number(parser, "--limit-s", 60, "limit of seconds for a run", metavar="S")
     parser.add_argument("--seed", type=parse_number, default=0, help="seed of the lengths (default: 0)")
 
 
 def run(options: argparse.Namespace) -> None:
-    """Measure, then print."""
+    """Measure, then print the results."""
     absent = {name for name, peer in PEERS.items() if name in options.planners and not peer.is_installed}
     options.planners = [name for name in options.planners if name not in absent]
     used = [PEERS[name] for name in options.planners if name in PEERS]
@@ -141,7 +143,7 @@ def _preparation(name: str, lengths: IntArray, capacity: int) -> Callable[[], Ca
 
 
 def _summary(lengths: IntArray, found: Any) -> tuple[int, float | None]:
-    """Return the number of packs, and the work of the busiest one over the mean."""
+    """Return the number of packs, and `PlannerRow.busiest`."""
     if not isinstance(found, Packs):
         return len(found), None
     works = found.sums(WorkModel.estimated({}).trained().sample_flops(lengths))

@@ -1,8 +1,10 @@
 """
-Draw other packs of equal quality: packs, how often pairs of samples meet again, and time.
+Compare packs that are drawn again for each epoch with an algorithm's own packs. The figures are the
+number of packs, the pairs of samples that share a pack again, and time.
 
-Each algorithm packs the lengths itself and is drawn, in turn, in one process; medians count. Pairs
-that share a pack in two draws are counted beside those expected of random packs.
+For each algorithm, its own packing and a draw are timed in turn in one process, and medians are
+reported. Pairs of samples that share a pack in two draws are compared with the number of pairs that
+random packs would have.
 """
 
 import argparse
@@ -30,8 +32,8 @@ class Meetings:
     """
     Pairs of samples that share a pack in two plans.
 
-    Samples that only one plan has are left out. One that occurs more than once in a plan counts
-    once, in its first pack.
+    Samples that are in only one of the plans are left out. A sample that occurs more than once in a
+    plan counts once, in its first pack.
     """
 
     pairs: int
@@ -42,8 +44,8 @@ class Meetings:
 
     expected: float
     """
-    Expected number of pairs in both, if the second plan grouped the same samples at random into
-    packs of its sizes.
+    Expected number of pairs that share a pack in both plans, if the second plan's packs kept their
+    sizes and got random samples.
     """
 
 
@@ -82,24 +84,24 @@ def _num_pairs(labels: IntArray) -> int:
 
 @attrs.frozen
 class RedrawRow:
-    """Figures of one algorithm on one data set; a problem instead where there are none."""
+    """Figures of one algorithm on one data set, or the problem that prevented them."""
 
     distribution: str
     samples: int
     planner: str
     problem: str | None = None
     more_packs: float = 0.0
-    """Packs of a draw above those of the algorithm's own packing, over these."""
+    """Additional packs of a draw, divided by the packs of the algorithm's own packing."""
 
     meetings_over_expected: float = 0.0
-    """Pairs that meet in two draws, over those expected of random packs."""
+    """Pairs that share a pack in two draws, divided by their expected number in random packs."""
 
     again_share: float = 0.0
-    """Share of a draw's pairs that meet in the next draw too."""
+    """Share of a draw's pairs that also share a pack in the next draw."""
 
     own_seconds: float = 0.0
     times_own: float = 0.0
-    """Time of a draw over that of the algorithm's own packing."""
+    """Time of a draw, divided by the time of the algorithm's own packing."""
 
 
 COLUMNS: Columns = {
@@ -117,15 +119,15 @@ COLUMNS: Columns = {
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the options."""
-    add_number(parser, "--samples", 1_000_000, "of each data set")
-    add_names(parser, "--distributions", DISTRIBUTIONS, DISTRIBUTIONS, "; the number is the capacity")
+    add_number(parser, "--samples", 1_000_000, "samples of each data set")
+    add_names(parser, "--distributions", DISTRIBUTIONS, DISTRIBUTIONS, "; the number in a name is the capacity")
     add_names(parser, "--planners", PLANNERS, PLANNERS)
-    add_number(parser, "--repeat", 5, "runs of each")
-    add_number(parser, "--limit-s", 120, "seconds of all runs of an algorithm", metavar="S")
+    add_number(parser, "--repeat", 5, "runs of each algorithm")
+    add_number(parser, "--limit-s", 120, "limit of seconds for all runs of an algorithm", metavar="S")
 
 
 def run(options: argparse.Namespace) -> None:
-    """Measure, then print."""
+    """Measure, then print the results."""
     rows = [_row(DISTRIBUTIONS[name], one, options) for name in options.distributions for one in options.planners]
     show(rows, COLUMNS, left={"lengths", "planner", "problem"}, as_json=options.json)
 

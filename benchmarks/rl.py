@@ -1,9 +1,11 @@
 """
-Cut RL batches into microbatches: the time it takes, how even the workers are, and positions saved.
+Cut RL batches into microbatches, and measure the time of cutting, the balance of workers, and the
+computed positions.
 
-Balanced, in turn and by dynamic batching, the same batches of drawn lengths are cut.
-Time is processor time. Work is that of the busiest worker over the mean worker's, for whole global
-batches, and for microbatches that run at the same time.
+Batches of random lengths are cut in three ways: into balanced packs, into packs that go to the
+workers in turn, and by dynamic batching. Time is processor time. Balance is the work of the busiest
+worker divided by the mean work of all workers. Balance is computed for whole global batches, and
+for microbatches that run at the same time.
 """
 
 import argparse
@@ -29,22 +31,22 @@ from packplan.core.work.model import WorkModel
 
 @attrs.frozen
 class RlRow:
-    """Figures of one way; medians over batches."""
+    """Figures of one way to cut batches; medians over batches."""
 
     way: str
     cpu_ms: float
     microbatches: float
-    """Microbatches of each worker."""
+    """Number of microbatches of each worker."""
 
     utilisation: float
     computed_share: float
-    """Positions over those of padding every sequence to the longest of its global batch."""
+    """Computed positions, divided by those of padding each sequence to the batch's longest."""
 
     work_imbalance: float
-    """Work of the busiest worker of a global batch over the mean worker's."""
+    """Work of the busiest worker in a global batch, divided by the mean work of all workers."""
 
     microbatch_imbalance: float
-    """Work of the busiest worker of each microbatch over the mean worker's, all together."""
+    """Work of the busiest worker over the mean worker's, both summed over microbatches."""
 
 
 COLUMNS: Columns = {
@@ -64,11 +66,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--distribution", choices=list(DISTRIBUTIONS), default="chat-8192", metavar="NAME",
         help=f"any of {', '.join(DISTRIBUTIONS)} (default: chat-8192)",
     )  # fmt: skip
-    add_number(parser, "--sequences", 512, "of a batch")
+    add_number(parser, "--sequences", 512, "sequences of a batch")
     add_number(parser, "--global-batch", 512, "sequences of an optimizer step")
     add_number(parser, "--workers", 8, "data-parallel learners")
     add_number(parser, "--budget", 16384, "tokens of a microbatch")
-    add_number(parser, "--batches", 20, "to cut")
+    add_number(parser, "--batches", 20, "batches to cut")
     parser.add_argument(
         "--work", choices=("model", "attention"), default="model",
         help="count FLOPs of a 7B model, or squares of lengths (default: model)",
@@ -80,7 +82,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> None:
-    """Measure, then print."""
+    """Measure, then print the results."""
     work = TEXT_MODEL.trained() if options.work == "model" else None
     workers = {"shards": options.workers, "batch_size": options.global_batch, "work": work}
     budget = {"max_tokens_per_microbatch": options.budget}
@@ -97,7 +99,8 @@ def run(options: argparse.Namespace) -> None:
 
 def imbalances(sharding: Sharding) -> tuple[float, float]:
     """
-    Return the work of the busiest worker over the mean: for global batches, and for microbatches.
+    Return the work of the busiest worker over the mean work of all workers: for global batches, and
+    for microbatches.
     """
     works = sharding.by_worker(sharding.works)
     ends = np.cumsum((0, *sharding.num_microbatches[:-1]))
@@ -112,7 +115,7 @@ def imbalances_in_turn(packs: Packs, lengths: IntArray, *, shards: int, work: Wo
     Args:
         packs: Microbatches of the batch.
         lengths: Tokens of each sequence.
-        shards: Workers.
+        shards: Number of workers.
         work: Work of the model; None counts squares of lengths.
     """
     works = lengths.astype(float) ** 2 if work is None else work.sample_flops(lengths)

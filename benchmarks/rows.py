@@ -1,8 +1,8 @@
 """
-Rows of packed samples that ranks share: peak of memory and processor time of a rank.
+Measure the peak memory and the processor time of ranks that share a row of packed samples.
 
-Each number of ranks trains one step of the same Qwen2 on the same row, forward and backward. Every
-rank is a process on this machine. The peak counts the tensors of a step beyond the weights.
+Each number of ranks trains a step of the same Qwen2 on the same row, forward and backward. Every
+rank is a process on this machine. The peak counts the tensors of a step, without the weights.
 """
 
 import argparse
@@ -21,15 +21,15 @@ from packplan.adapters.processes import end_with_parent
 
 @attrs.frozen
 class RowsResult:
-    """Need of a rank of a group for a step."""
+    """Memory and time of a step on a number of ranks that share a row."""
 
     ranks: int
 
     peak: int
-    """Bytes of a step beyond the weights, at most over the ranks."""
+    """Peak bytes of a step without the weights, on the rank with the largest peak."""
 
     seconds: float
-    """Processor time of a step, at most over the ranks."""
+    """Processor seconds of a step, on the slowest rank."""
 
     loss: float
 
@@ -37,13 +37,13 @@ class RowsResult:
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the options."""
     add_number(parser, "--ranks", [1, 2, 4], "ranks that share the row")
-    add_number(parser, "--tokens", 4096, "tokens of the row, in samples of an eighth")
+    add_number(parser, "--tokens", 4096, "tokens of the row, which has eight samples")
     add_number(parser, "--width", 256, "width of the model")
     add_number(parser, "--vocabulary", 8192, "size of the vocabulary")
 
 
 def run(options: argparse.Namespace) -> None:
-    """Measure each number of ranks, and print a table."""
+    """Measure with each number of ranks, and print a table."""
     rows = [measure(ranks, options) for ranks in options.ranks]
     first = rows[0]
     columns = {
@@ -57,17 +57,17 @@ def run(options: argparse.Namespace) -> None:
 
 
 def measure(ranks: int, options: argparse.Namespace) -> RowsResult:
-    """Return the result of some ranks."""
+    """Return the memory and time of a step on *ranks* ranks."""
     return RowsResult(ranks, *(max(values) for values in zip(*run_ranks(ranks, _measure_rank, options), strict=True)))
 
 
 def run_ranks(ranks: int, function: Callable[..., Any], options: argparse.Namespace) -> list[Any]:
     """
-    Return what each rank returns, in processes of their own, in a group of gloo.
+    Call a function on each rank of a gloo group, in a process of its own; return the results.
 
     Args:
         ranks: Number of ranks.
-        function: Function of a module, which takes the options.
+        function: Function at the top level of a module; its only argument is *options*.
         options: Options of the benchmark.
     """
     import torch.distributed as dist
@@ -89,7 +89,7 @@ def run_ranks(ranks: int, function: Callable[..., Any], options: argparse.Namesp
 def _be_rank(  # noqa: PLR0917  # of a process
     rank: int, ranks: int, port: int, function: Callable[..., Any], options: argparse.Namespace, told: Any
 ) -> None:
-    """Tell what a function returns on this rank."""
+    """Join the group, call the function, and send its result to the parent process."""
     import torch
     import torch.distributed as dist
 
@@ -102,7 +102,7 @@ def _be_rank(  # noqa: PLR0917  # of a process
 
 
 def build_qwen2(tokens: int, options: argparse.Namespace) -> Any:
-    """Return a Qwen2 of the options' sizes for rows of *tokens*, whose attention shares rows."""
+    """Return a Qwen2 for rows of *tokens*, with attention that can share rows over ranks."""
     import torch
     from transformers import Qwen2Config, Qwen2ForCausalLM
 
@@ -119,7 +119,7 @@ def build_qwen2(tokens: int, options: argparse.Namespace) -> Any:
 
 
 def _measure_rank(options: argparse.Namespace) -> tuple[int, float, float]:
-    """Train two steps; return the peak of the second, its processor time and its loss."""
+    """Train three steps; return the second step's peak bytes, and the third's seconds and loss."""
     import torch
     import torch.distributed as dist
 

@@ -1,8 +1,10 @@
 """
-Processor time and memory of `packplan measure` over numbers of records, for `benchmarks.lengths`.
+Measures how the processor time and memory of `packplan measure` grow with the number of records,
+for `benchmarks.lengths`.
 
-The command itself runs in a process of its own on more and more records, each with an image file of
-its own. A straight line through the processor times gives those of a record, and their uncertainty.
+The command runs in a process of its own, on growing numbers of records, each with its own image
+file. The slope of a straight line through the processor times is the time of a record, with its
+uncertainty.
 """
 
 from __future__ import annotations
@@ -32,10 +34,10 @@ from packplan.app import measure
 from tools.demo.tiny_models import write_model
 
 CACHES = ("warm", "cold")
-"""Whether the files are in the page cache, or dropped from it before."""
+"""States of the page cache: it holds the files (`warm`), or they were dropped from it (`cold`)."""
 
 ALL, CORES = 2_000_000, 8
-"""Records and cores of the forecast."""
+"""Numbers of records and cores for which the time is predicted."""
 
 
 @attrs.frozen
@@ -51,10 +53,10 @@ class Spent:
     """Processor time of the process that writes the table."""
 
     peak_bytes: int
-    """Memory of that process, beyond what it held before."""
+    """Peak memory of that process, without the memory that it had before the command."""
 
     read_bytes: int
-    """Bytes that the disk was asked for."""
+    """Bytes read from the disk."""
 
 
 @attrs.frozen
@@ -64,11 +66,11 @@ class Line:
     slope: float
     intercept: float
     error: float
-    """Half of the 95 % interval of the slope."""
+    """Half the width of the slope's 95 % confidence interval."""
 
     @classmethod
     def through(cls, runs: Sequence[Spent], cost: Callable[[Spent], float]) -> Line:
-        """Return the line of least squares."""
+        """Return the least-squares line through the costs of some runs."""
         fitted = stats.linregress([run.num_records for run in runs], [cost(run) for run in runs])
         wide = stats.t.ppf(0.975, max(len(runs) - 2, 1)) * fitted.stderr
         return cls(float(fitted.slope), float(fitted.intercept), float(wide))
@@ -78,16 +80,16 @@ def measure_slope(
     sizes: Sequence[int], pixels: Sequence[tuple[int, int]], *, workers: int, rounds: int
 ) -> tuple[list[LengthsRow], list[str]]:
     """
-    Run the command on each number of records, of images of each size, with a warm and a cold cache.
+    Run the command for each number of records and image size, with a warm and a cold page cache.
 
     Args:
         sizes: Numbers of records, at least two.
-        pixels: Width and height of the images.
-        workers: Processes that measure.
-        rounds: Times that each is run.
+        pixels: Width and height of the images, for each size.
+        workers: Number of processes that measure.
+        rounds: Number of runs of each case.
 
     Returns:
-        A row for each run, and the line through those of each size in words.
+        A row for each run, and a sentence for each size and cache about the fitted lines.
     """
     torch.set_num_threads(1)
     rows: list[LengthsRow] = []
@@ -120,7 +122,7 @@ def measure_slope(
 
 
 def _write_files(folder: Path, size: tuple[int, int], number: int) -> list[Path]:
-    """Write image files of their own contents."""
+    """Write image files that all differ; return their paths."""
     write_photos(folder, size, 1)
     photos = [path.read_bytes() for path in sorted(folder.glob(f"{size[0]}x{size[1]}-*.jpg"))]
     files = [folder / f"{place:07d}.jpg" for place in range(number)]
@@ -131,7 +133,7 @@ def _write_files(folder: Path, size: tuple[int, int], number: int) -> list[Path]
 
 
 def _records(files: Sequence[Path]) -> list[dict[str, Any]]:
-    """Return a chat on each image, as LLaVA's."""
+    """Return a chat about each image, as in the data of LLaVA."""
     records = []
     for place, file in enumerate(files):
         messages = [one for one in chat(place)["messages"] if one["role"] != "system"]
@@ -141,7 +143,7 @@ def _records(files: Sequence[Path]) -> list[dict[str, Any]]:
 
 
 def _run(folder: Path, data: Path, files: Sequence[Path], *, workers: int, cold: bool) -> Spent:
-    """Run the command in a process of its own."""
+    """Run the command in a process of its own, and return its costs."""
     output = folder / "lengths.parquet"
     keys = [
         f"training.packing_length_precompute_workers={workers}",
@@ -178,7 +180,7 @@ def _spend(arguments: list[str], number: int) -> list[float]:
 
 
 def _in_words(runs: Sequence[Spent]) -> str:
-    """Return the lines through costs, and what they come to for `ALL` records."""
+    """Return a sentence with the costs of a record, and the predicted time for `ALL` records."""
     cpu = Line.through(runs, lambda run: 1000 * run.cpu_s)
     main = Line.through(runs, lambda run: 1000 * run.main_s)
     memory = Line.through(runs, lambda run: run.peak_bytes)

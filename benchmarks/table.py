@@ -1,4 +1,4 @@
-"""Results on standard output: a Markdown table, or one JSON document."""
+"""Prints results on standard output, as a Markdown table or one JSON document."""
 
 import json
 import os
@@ -10,7 +10,7 @@ from typing import Any
 import attrs
 
 Columns = Mapping[str, Callable[[Any], str]]
-"""Heading -> text of a row's cell."""
+"""Heading of a column -> function that returns the text of a row's cell."""
 
 
 def show(
@@ -23,15 +23,15 @@ def show(
     packages: Sequence[str] = ("numpy", "scipy"),
 ) -> None:
     """
-    Print results, and the machine that they hold for.
+    Print results, and facts about the machine that measured them.
 
     Args:
-        rows: Attrs values, at least one.
-        columns: Cells of the table. JSON has the fields of the rows instead.
+        rows: Results, as values of an attrs class; at least one.
+        columns: Columns of the table. A JSON document has the fields of the rows instead.
         left: Headings of the columns that are aligned to the left, the others to the right.
-        as_json: Print one JSON document.
+        as_json: Whether to print one JSON document.
         notes: Lines below the table.
-        packages: Python packages whose versions are named.
+        packages: Python packages whose versions are printed.
     """
     if as_json:
         print(json.dumps({"machine": machine(packages), "rows": [attrs.asdict(row) for row in rows]}, indent=1))
@@ -42,7 +42,7 @@ def show(
 
 
 def machine(packages: Sequence[str]) -> dict[str, str]:
-    """Return the facts that figures depend on."""
+    """Return facts about the machine and its packages, on which figures depend."""
     return {
         "cores": str(os.cpu_count()),
         "threads": os.environ.get("OMP_NUM_THREADS", "all"),
@@ -57,7 +57,7 @@ def table(lines: Sequence[Sequence[str]], *, left: Collection[str]) -> Iterator[
     Yield the lines of a Markdown table with aligned columns.
 
     Args:
-        lines: Cells; the first line has the headings.
+        lines: Cells of each line; the first line has the headings.
         left: Headings of the columns that are aligned to the left.
 
     >>> print("\n".join(table([["way", "s"], ["packed", "10"]], left={"way"})))

@@ -2,13 +2,13 @@
 Train the same samples on packs, in padded batches, and in padded batches sorted by length.
 
 Samples are text of real lengths, and images with text. A padded batch holds as many samples as a
-pack does on average, so all ways take about as many optimizer steps. Each way trains in a process
-of its own, one epoch in each round, and is compared with the others round by round. Samples are
-encoded beforehand. Times are those of the processor, or on a GPU, of the clock.
+pack does on average, so all ways take about the same number of optimizer steps. Each way trains in
+a process of its own, one epoch in each round, and is compared with the others round by round.
+Samples are encoded beforehand. Times are processor times, or on a GPU, wall-clock times.
 
-"allowed" is the ratio of the operations of both ways, counted by `WorkModel`. If time were
-operations alone, a way would be so many times as fast. Only a wide model comes near: at a width of
-64, Python's own time decides.
+"allowed" is the ratio of the operations of both ways, counted by `WorkModel`. It would be the
+speedup if only operations took time. Only wide models come near this ratio: at a width of 64, most
+time is spent in Python itself.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ LIMIT_S = 3600.0
 """Seconds of a preparation or an epoch after which a process is ended."""
 
 PADDED, SORTED = "padded", "padded-sorted"
-"""Ways that the others are compared with."""
+"""Ways with which the others are compared."""
 
 KINDS = ("text", "images")
 
@@ -56,7 +56,10 @@ class Way:
     """How samples become forward passes."""
 
     rows: Literal["packs", "padded", "sorted", "alone"]
-    """A pack, a padded batch of random samples, one of samples of like length, or one sample."""
+    """
+    Content of a forward pass: a pack, a padded batch of random samples, a padded batch of samples
+    with similar lengths, or one sample.
+    """
 
     attn_impl: str
     whole_rows: bool
@@ -87,7 +90,7 @@ WAYS: Mapping[str, Way] = {
     SORTED: Way("sorted", "auto", whole_rows=True),
     "alone": Way("alone", "auto", whole_rows=False),
 }
-"""Ways by name."""
+"""Name -> way."""
 
 
 @attrs.frozen
@@ -103,13 +106,13 @@ class Setting:
 
 @attrs.frozen
 class Ratio:
-    """Speed of one way over that of another in the same rounds."""
+    """Speed of one way divided by the speed of another in the same rounds."""
 
     median: float
     low: float
     high: float
     allowed: float
-    """Ratio of their operations."""
+    """Operations of the other way, divided by those of the first way."""
 
     def __str__(self) -> str:
         return f"{self.median:.2f} ({self.low:.2f} to {self.high:.2f})"
@@ -134,7 +137,7 @@ class TrainRow:
     """Forward operations of an epoch."""
 
     seconds: tuple[float, ...]
-    """Processor time of an epoch over its samples, one value for each round; on a GPU, time."""
+    """Processor seconds of a sample (on a GPU, wall-clock seconds), one value for each round."""
 
     tokens_per_sample: float
     peak_bytes: int
@@ -173,7 +176,7 @@ def operations(way: Way, batches: Sequence[ComputedBatch], work: WorkModel, imag
     Return the forward operations of an epoch, and the share of padding in its positions.
 
     Args:
-        way: Way of the batches.
+        way: Way in which the batches were made.
         batches: Forward passes of the epoch.
         work: Forward operations of the model.
         images: Forward operations of all images in the vision tower.
@@ -210,11 +213,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         parser, "--ways", WAYS, DEFAULT_WAYS,
         "; packed-flex and packed-flash need a GPU, where each way holds a model and an optimizer of its own",
     )  # fmt: skip
-    add_number(parser, "--samples", 120, "of each kind")
-    add_number(parser, "--rounds", 5, "that count", metavar="R")
-    parser.add_argument("--width", type=model_width, default=512, metavar="W", help="of the model (default: 512)")
-    add_number(parser, "--layers", 4, "of the model", metavar="L")
-    parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu", help="(default: cpu)")
+    add_number(parser, "--samples", 120, "samples of each kind")
+    add_number(parser, "--rounds", 5, "rounds that count", metavar="R")
+    parser.add_argument("--width", type=model_width, default=512, metavar="W", help="width of the model (default: 512)")
+    add_number(parser, "--layers", 4, "layers of the model", metavar="L")
+    parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu", help="device that trains (default: cpu)")
 
 
 def model_width(text: str) -> int:
@@ -227,7 +230,7 @@ def model_width(text: str) -> int:
 
 
 def run(options: argparse.Namespace) -> None:
-    """Measure, then print."""
+    """Measure, then print the results."""
     setting = Setting(options.device, options.width, options.layers, options.samples, options.rounds)
     rows = measure_training(setting, kinds=options.kinds, budgets=options.packs, ways=options.ways)
     notes = [sentence for row in rows if row.way == "packed" for sentence in _sentences(row)]

@@ -1,4 +1,4 @@
-"""Epochs of a process that trains one way, for `benchmarks.train`; loads torch and ms-swift."""
+"""Trains epochs in one way, in one process, for `benchmarks.train`; loads torch and ms-swift."""
 
 import copy
 import time
@@ -27,9 +27,9 @@ from packplan.core.work.model import WorkModel
 @attrs.frozen(kw_only=True, eq=False)
 class SortedSchedule(EpochSchedule):
     """
-    Batches of samples of like length, in a drawn order.
+    Schedule of batches whose samples have similar lengths, in random order.
 
-    `group_by_length` sorts only parts of the data, so it pads more.
+    transformers' `group_by_length` sorts only parts of the data, so its batches have more padding.
     """
 
     lengths: IntArray
@@ -50,7 +50,7 @@ class Encoded:
     def __init__(self, samples: SwiftEncoder) -> None:
         self._encoded = [samples.encode(index) for index in range(len(samples))]
         self.num_fetched = 0
-        """Samples fetched so far."""
+        """Number of samples fetched so far."""
 
         kept: Any = copy.copy(samples)
         kept.encode = lambda index: dict(self._encoded[index])  # the collator adds to a sample
@@ -75,7 +75,7 @@ class Encoded:
 
 
 class EpochClock(TrainerCallback):
-    """Seconds of the last epoch: of the processor, or on a GPU, of the clock."""
+    """Callback that times each epoch: by processor time, or on a GPU by wall-clock time."""
 
     def __init__(self, *, on_gpu: bool) -> None:
         self._on_gpu, self._start, self.seconds = on_gpu, 0.0, 0.0
@@ -96,19 +96,19 @@ class EpochClock(TrainerCallback):
 
 
 def samples_of_a_pack(config: RunConfig) -> int:
-    """Plan the packs, which all ways find stored; return the mean number of samples of a pack."""
+    """Plan and store the packs for all ways; return the mean number of samples in a pack."""
     packs = prepare(config, OneRank())[1]["train"].raw.packs
     return max(1, round(packs.indices.size / len(packs)))
 
 
 def epochs(config: RunConfig, way: Way, size: int, device: str) -> Iterator[dict[str, Any]]:
     """
-    Yield facts of the batches, then seconds and peak memory of one epoch after the other.
+    Yield facts about the batches, then seconds and peak bytes of one epoch after the other.
 
     Args:
         config: The run.
         way: How samples become forward passes.
-        size: Samples of a padded batch.
+        size: Number of samples in a padded batch.
         device: Device that trains.
     """
     on_gpu = device == "cuda"
@@ -135,7 +135,7 @@ def epochs(config: RunConfig, way: Way, size: int, device: str) -> Iterator[dict
         trainer.train()
         if encoded.num_fetched < len(encoded.lengths):
             raise NotMeasuredError(
-                f"only {encoded.num_fetched} of {len(encoded.lengths)} samples were encoded beforehand"
+                f"only {encoded.num_fetched} of {len(encoded.lengths)} samples were read from the encoded ones"
             )
         peak = torch.cuda.max_memory_allocated() if on_gpu else peak_bytes() - before
         if on_gpu:

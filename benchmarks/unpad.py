@@ -1,12 +1,13 @@
 """
-Steps of trainers on padded batches, as they are and with `packplan.hf.unpad`.
+Compare steps of trainers on padded batches with and without `packplan.hf.unpad`.
 
-They are TRL's, transformers' with its own loss, and ms-swift's.
+The trainers are those of TRL, transformers' `Trainer` with its own loss, and those of ms-swift.
 
-Each way trains the same model on the same rows in a process of its own. The lengths of rows have a
-heavy tail. Answers of GRPO are drawn by the benchmark, alike in both ways, and no model is asked
-for them. Times are those of the steps after the first: of the processor, or on a GPU, whose steps
-compute in bfloat16, of the clock. The peak counts the bytes of all tensors at once.
+Each way trains the same model on the same rows in a process of its own. A few rows are much longer
+than the others. For GRPO, the benchmark draws the answers at random, the same for all ways, and no
+model generates them. The first step is not timed. On a CPU, times are processor times. On a GPU,
+steps compute in bfloat16, and times are those of the clock. The peak counts the bytes of all
+tensors that exist at the same time.
 """
 
 import argparse
@@ -41,41 +42,41 @@ _WORDS = ("red", "blue", "circle")
 
 @attrs.frozen
 class UnpadRow:
-    """A trainer, padded beside packed."""
+    """Steps of one trainer on padded batches, compared with the same steps without padding."""
 
     host: str
 
     real: int
-    """Positions of the timed steps that are computed without padding, by all models."""
+    """Number of positions that all models compute in the timed steps without padding."""
 
     padded: int
-    """Positions of the timed steps with padding."""
+    """Number of positions in the padded batches of the same steps."""
 
     padded_s: float
-    """Seconds of the steps as they are."""
+    """Seconds of the timed steps on padded batches."""
 
     packed_s: float
 
     balanced_s: float | None
-    """Seconds in microbatches by tokens, without padding; None where they are refused."""
+    """Seconds of the timed steps with `balance` and `unpad`; None if the trainer is refused."""
 
     peak: float
-    """Peak of tensors without padding, over the one with it."""
+    """Peak memory of tensors without padding, divided by the peak with padding."""
 
     balanced_peak: float | None
-    """Peak of tensors in microbatches by tokens, over the one with padding."""
+    """Peak memory of tensors with `balance` and `unpad`, divided by the peak with padding."""
 
     row_s: float | None
-    """Seconds of batches that the collator packs into one row; None but for `Trainer`."""
+    """Seconds of the timed steps if the collator joins a batch into one row; only for `Trainer`."""
 
     row_peak: float | None
-    """Peak of tensors of such a row, over the one with padding."""
+    """Peak memory of tensors with joined rows, divided by the peak with padding."""
 
     losses: float
-    """Largest relative difference of a step's loss."""
+    """Largest relative difference of a step's loss, without and with padding."""
 
     norms: float
-    """Largest relative difference of a step's gradient norm."""
+    """Largest relative difference of a step's gradient norm, without and with padding."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -86,7 +87,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--steps", type=int, default=3, help="optimizer steps (default: 3)")
     parser.add_argument("--rows", type=int, default=16, help="rows of a batch (default: 16)")
     parser.add_argument("--width", type=int, default=512, help="hidden size of the model (default: 512)")
-    parser.add_argument("--max-tokens", type=int, default=2048, help="tokens of a microbatch (default: 2,048)")
+    parser.add_argument("--max-tokens", type=int, default=2048, help="max_tokens of balance (default: 2,048)")
     parser.add_argument("--longest", type=int, default=500, help="tokens of the longest text (default: 500)")
     parser.add_argument("--layers", type=int, default=4, help="layers of the model (default: 4)")
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu", help="(default: cpu)")
@@ -131,9 +132,9 @@ def _apart(found: list[float], expected: list[float]) -> float:
 
 def _train(host: str, *, way: str, options: argparse.Namespace) -> dict[str, Any] | None:
     """
-    Train some steps; return their losses, norms and time, and the peak of one more.
+    Train some steps; return losses, gradient norms and seconds, and the peak memory of one more.
 
-    None where the trainer's loss does not go by tokens, or its collator makes no row.
+    None if `balance` refuses the trainer, or if *way* is `row` and the trainer is not `Trainer`.
     """
     if way == "row" and host != "trainer":
         return None
@@ -166,12 +167,15 @@ def _train(host: str, *, way: str, options: argparse.Namespace) -> dict[str, Any
 
 
 class _Steps:
-    """Steps of a trainer: the first warms up, and the tensors of the last are counted."""
+    """
+    Observer of a trainer's steps. The first step warms up, the next steps are timed, and the
+    tensors of the last step are counted.
+    """
 
     def __init__(self, trainer: Any, timed: int, hooks: list[Any], *, on_gpu: bool) -> None:
         self.seconds, self.peak, self._hooks, self._on_gpu = 0.0, 0, hooks, on_gpu
         self.real = self.padded = 0
-        """Positions of the timed steps, computed and given."""
+        """Numbers of computed positions, and of positions in padded batches, in the timed steps."""
 
         self.losses: list[float] = []
         self.norms: list[float] = []
@@ -179,7 +183,7 @@ class _Steps:
         trainer.training_step = self.run
 
     def run(self, *arguments: Any) -> Any:
-        """Run a step."""
+        """Run a step of the trainer, and record its results."""
         if len(self.losses) > self._timed:
             from benchmarks.peak import PeakOfTensors
 
@@ -199,7 +203,7 @@ class _Steps:
         return loss
 
     def _positions(self) -> tuple[int, int]:
-        """Return the positions that all hooked models have computed, and were given, so far."""
+        """Return how many positions all hooked models have computed so far, and were given."""
         return sum(one.counts.real for one in self._hooks), sum(one.counts.padded for one in self._hooks)
 
     def _now(self) -> float:
@@ -212,13 +216,13 @@ class _Steps:
 
 
 def _lengths(draw: random.Random, longest: int) -> Iterator[int]:
-    """Yield lengths with a heavy tail."""
+    """Yield lengths of texts, a few of which are much longer than the others."""
     while True:
         yield min(longest, int(draw.paretovariate(0.8) * 15))
 
 
 def _trainer(host: str, folder: str, options: argparse.Namespace) -> Any:  # noqa: PLR0911  # one for each host
-    """Return a trainer of TRL on made rows."""
+    """Return a trainer of TRL, transformers or ms-swift, for generated rows."""
     import torch
     import trl
     from datasets import Dataset
@@ -327,7 +331,7 @@ def _swift(kind: str, folder: str, rows: list[dict[str, Any]], options: argparse
 
 
 def _grpo(model: Any, common: dict[str, Any], lengths: Iterator[int], options: argparse.Namespace, **given: Any) -> Any:
-    """Return a GRPOTrainer whose answers are drawn here."""
+    """Return a GRPOTrainer whose answers this function draws at random."""
     import trl
     from datasets import Dataset
 
@@ -355,7 +359,7 @@ def _grpo(model: Any, common: dict[str, Any], lengths: Iterator[int], options: a
 
 
 def _tokenizer() -> Any:
-    """Return a tokenizer of a few words."""
+    """Return a tokenizer that knows three words, and the numbers below 2,043."""
     from tokenizers import Tokenizer, pre_tokenizers
     from tokenizers.models import WordLevel
     from transformers import PreTrainedTokenizerFast

@@ -1,13 +1,14 @@
 """
-Count how even the work of ranks is, by the packs of a step and by the ranks that compute them.
+Count how evenly the work of a step is spread over ranks, for several ways to make packs and to
+assign packs to ranks.
 
-Work is in FLOPs of a 7B model, with a vision tower where samples have images. A step takes as long
-as its busiest rank. Every way is compared with random steps of packs of best fit. Some samples have
-more than a pack's mean work. With one pack a rank, "floor" is the unevenness that these samples
-cause in any plan. Seconds are of processor time.
+Work is counted in FLOPs of a 7B model, with a vision tower if samples have images. A step takes as
+long as its busiest rank. Every way is compared with the way `random`: packs of best fit, in random
+order. Some samples have more work than a pack has on average. If each rank has one pack in a step,
+"floor" is the unevenness that these samples cause in any plan. Seconds are processor time.
 
-With --families, the work that config.json gives is compared with torch's own counter, for small
-copies of each architecture that transformers has.
+With --families, the work that is computed from config.json is compared with torch's FLOP counter,
+for a small copy of each model family in transformers.
 """
 
 import argparse
@@ -40,31 +41,34 @@ from packplan.core.work.vision import FLOPs, VisionWork
 LIMIT_S = 600
 
 FAMILY_ROWS, NEAR = (60, 480), 0.02
-"""Tokens of the rows that families compute, and the relative difference that is near."""
+"""Numbers of tokens in the computed rows, and the largest relative difference of `near`."""
 
 DATA: Mapping[str, Callable[..., Samples]] = {
     "vision": made_mix,
     "documents": documents,
     **{name: partial(texts, name) for name in ("chat", *DISTRIBUTIONS)},
 }
-"""Samples by name."""
+"""Name of the data -> function that returns samples."""
 
 ASIDE = ("none", "long", "alone")
 
 Order = Callable[[IntArray, int, int], IntArray]
-"""Works of packs in a random order, ranks, packs of a rank -> positions, step by step."""
+"""
+Function that orders packs: works in random order, number of ranks, packs of a rank in a step ->
+positions of packs, step by step.
+"""
 
 
 def position_flops(work: WorkModel, positions: Any, pairs: Any) -> FLOPs:
     """
-    Return the forward FLOPs of text from its positions, padding included, and its pairs of tokens.
+    Return the forward FLOPs of text from its numbers of positions and of pairs of tokens.
 
-    Every attention layer counts all pairs, as eager attention does.
+    In every attention layer, all pairs count, since eager attention computes all pairs.
 
     Args:
         work: Work of the model.
-        positions: A number, or an array of the result's shape.
-        pairs: As many pairs of tokens.
+        positions: Number of positions, padding included, or an array of the result's shape.
+        pairs: Number of pairs of tokens, or an array of the result's shape.
     """
     per_pair = work.per_pair + sum(layers.per_pair for layers in work.local)
     positions = np.asarray(positions, dtype=np.float64)
@@ -75,7 +79,7 @@ def position_flops(work: WorkModel, positions: Any, pairs: Any) -> FLOPs:
 
 def image_flops(vision: VisionWork | None, grids: Iterable[Sequence[int]]) -> FLOPs:
     """
-    Return the forward FLOPs of each image, by its own grid and the windows that edges cut.
+    Return the forward FLOPs of each image, from its grid; windows at its edges may be smaller.
 
     Args:
         vision: Vision tower; None without images.
@@ -97,11 +101,11 @@ def image_flops(vision: VisionWork | None, grids: Iterable[Sequence[int]]) -> FL
 
 def expected_imbalance(works: NDArray[Any], *, world_size: int) -> float:
     """
-    Return the mean work of the heaviest of *world_size* random packs, over the mean work of a pack.
+    Return the expected work of the heaviest of *world_size* random packs, over a pack's mean work.
 
     Args:
         works: Work of each pack, >= 0; at least one.
-        world_size: Number of packs drawn, >= 1; all of them if there are fewer.
+        world_size: Number of packs drawn, >= 1; all packs are drawn if there are fewer.
 
     >>> expected_imbalance(np.array([1, 2, 3]), world_size=2)
     1.3333333333333333
@@ -122,7 +126,7 @@ def floor_of(works: NDArray[Any], *, num_packs: int) -> NDArray[np.float64]:
     Return the most even works that packs of whole samples could have; float64, shape (num_packs,).
 
     A pack has at least the work of each of its samples, so samples above the mean work of a pack
-    make packs uneven. The capacity of packs is left aside.
+    make packs uneven. The capacity of packs is ignored.
 
     Args:
         works: Work of each sample, >= 0; at least one.
@@ -166,7 +170,7 @@ WAYS: Mapping[str, tuple[str, Order]] = {
 
 @attrs.frozen
 class WorkRow:
-    """One way on one number of ranks."""
+    """Figures of one way on one number of ranks."""
 
     data: str
     packing_length: int
@@ -178,23 +182,23 @@ class WorkRow:
     """Processor time of packing, in a process of its own."""
 
     planning_bytes: int
-    """Memory of packing beyond the samples."""
+    """Peak memory of packing in bytes, without the samples."""
 
     mean_step: float
-    """Work of the busiest rank over that of the mean rank, all steps together."""
+    """Work of the busiest rank, divided by the mean work of all ranks, both summed over steps."""
 
     worst_step: float
     floor: float | None
-    """Least *mean_step* of random steps of any packs; None with several packs of a rank."""
+    """Smallest *mean_step* of any plan in random order; None for several packs of a rank."""
 
     saved: float | None
-    """Share of a run's time saved over random steps of best fit; None where packs are set aside."""
+    """Share of a run's time saved, compared with `random`; None with `--aside alone`."""
 
     step_spread: float
-    """Standard deviation of the work of steps, over its mean."""
+    """Standard deviation of the work of steps, divided by the mean work of a step."""
 
     image_spread: float
-    """Standard deviation over steps of the share of tokens that are images'."""
+    """Standard deviation, over steps, of the share of tokens that belong to images."""
 
 
 COLUMNS: Columns = {
@@ -217,14 +221,14 @@ COLUMNS: Columns = {
 
 @attrs.frozen
 class FamilyRow:
-    """Work of a model family by its config.json, beside torch's counter."""
+    """Work of a model family from its config.json, compared with torch's FLOP counter."""
 
     family: str
     verdict: str
-    """`near`, `off`, `not known` (by its keys) or `not counted` (by torch)."""
+    """`near`, `off`, `not known` (from config.json) or `not counted` (by torch)."""
 
     ratios: tuple[float, ...]
-    """FLOPs by config.json over torch's, for each of `FAMILY_ROWS`; empty unless both are known."""
+    """FLOPs from config.json over torch's for each of `FAMILY_ROWS`; empty if one is unknown."""
 
     reason: str
 
@@ -240,7 +244,7 @@ FAMILY_COLUMNS: Columns = {
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the options."""
     add_names(parser, "--data", DATA, ("vision", "chat"))
-    add_number(parser, "--samples", 100_000, "of each")
+    add_number(parser, "--samples", 100_000, "samples of each data set")
     for name, default, about in (
         ("--packing-lengths", [8192], "tokens of a pack"),
         ("--ranks", [8, 64, 512], "data-parallel learners"),
@@ -249,10 +253,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         shown = ",".join(map(str, default))
         help_ = f"{about} (default: {shown})"
         parser.add_argument(name, type=parse_positives, default=default, metavar="N,N", help=help_)
-    add_names(parser, "--ways", WAYS, WAYS, "; random is always there")
+    add_names(parser, "--ways", WAYS, WAYS, "; random is always measured")
     parser.add_argument(
         "--aside", choices=ASIDE, default="long",
-        help="packs that no step has: none; samples of the packing length or more; all packs of one sample "
+        help="packs that are left out of steps: none; samples of the packing length or more; all packs of one sample "
         "(default: long)",
     )  # fmt: skip
     parser.add_argument("--seed", type=parse_number, default=0, help="seed of samples and steps (default: 0)")
@@ -260,7 +264,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> None:
-    """Measure, then print."""
+    """Measure, then print the results."""
     if options.families is not None:
         _show_families(options)
         return
@@ -325,8 +329,8 @@ def _chosen(works: NDArray[np.float64], way: str, ranks: int, accumulation: int,
 
 def _figures(packs: Packs, samples: Samples, works: NDArray[np.float64], chosen: IntArray) -> dict[str, Any]:
     """
-    Return the figures of steps over packs of these *works*; `busiest` is the mean work of the
-    busiest rank.
+    Return the figures of the steps in *chosen*; *works* are those of the packs. `busiest` is the
+    busiest rank's work in a step, averaged over steps.
     """
     tokens, patches = (packs.loads(all_of)[chosen] for all_of in (samples.tokens, samples.patches))
     of_ranks, of_steps = works[chosen].sum(axis=1), works[chosen].sum(axis=(1, 2))
@@ -352,7 +356,7 @@ def _show_families(options: argparse.Namespace) -> None:
 
 
 def _family(family: str) -> FamilyRow:
-    """Build a family's small copy, and compare its work with torch's counter."""
+    """Build a family's small copy, and compare its work with torch's FLOP counter."""
     from packplan.adapters.probe.small_model import SmallModels, hiding_warnings
     from tools.families import default_config
 
