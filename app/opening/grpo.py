@@ -93,8 +93,9 @@ def train(config: RlConfig, group: RankGroup, *, quiet: bool = False) -> GRPOTra
         found = counts.metrics
         figures = (found.utilisation, found.waste_ratio, found.balance, found.efficiency)
         log.info("microbatches of rank 0: utilisation %.4f, waste %.4f, balance %.4f, efficiency %.4f", *figures)
+        text = "the %s computed %s of %s positions; the others were padding"
         for name, one in zip(("policy", "reference model"), hooks, strict=False):
-            log.info("the %s computed %s of %s positions", name, f"{one.counts.real:,}", f"{one.counts.padded:,}")
+            log.info(text, name, f"{one.counts.real:,}", f"{one.counts.padded:,}")
     return trainer
 
 

@@ -154,7 +154,7 @@ def test_a_patch_that_does_not_bite_ends_the_benchmark(monkeypatch, capsys):
     words = "train --width 128 --layers 1 --samples 2 --rounds 1 --kinds text --ways packed"
     assert 0 != main(words.split())
 
-    assert "only 0 of 2 samples were encoded beforehand" in capsys.readouterr().err
+    assert "only 0 of 2 samples were read from the encoded ones" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
