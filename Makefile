@@ -31,7 +31,7 @@ test: $(READY)
 
 # One worker more than cores: tests wait for processes.
 suite: $(READY)
-	$(RUN) -m tests.budget -n $$(($(WORKERS) + 1)) --dist loadfile --no-loadscope-reorder --max-worker-restart=1 $(PAGE:%=--ignore=%) --ignore=$(SITE) --cov --cov-report=term:skip-covered --durations=20
+	$(RUN) -m tests.budget -p tests.workers -n $$(($(WORKERS) + 1)) --dist loadfile --no-loadscope-reorder --max-worker-restart=1 $(PAGE:%=--ignore=%) --ignore=$(SITE) --cov --cov-report=term:skip-covered --durations=20
 
 test-fast: $(READY)
 	$(RUN) -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder -m "not slow" --ignore=tests/e2e

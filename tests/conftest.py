@@ -54,6 +54,14 @@ def _coverage(config):
     return getattr(config.pluginmanager.get_plugin("_cov"), "cov_controller", None)
 
 
+def import_core(config):
+    """Trace core as it is imported, and nothing else."""
+    if controller := _coverage(config):
+        for module in pkgutil.walk_packages(packplan.core.__path__, "packplan.core."):
+            importlib.import_module(module.name)
+        controller.pause()
+
+
 @pytest.hookimpl(tryfirst=True)
 def pytest_sessionstart(session):
     """Stop the coverage that pytest-cov starts in a worker of xdist, beneath the worker's own."""
@@ -64,11 +72,8 @@ def pytest_sessionstart(session):
 
 @pytest.hookimpl(wrapper=True)
 def pytest_collection(session):
-    """Trace core as it is imported; the million objects of libraries are no garbage either."""
-    if controller := _coverage(session.config):
-        for module in pkgutil.walk_packages(packplan.core.__path__, "packplan.core."):
-            importlib.import_module(module.name)
-        controller.pause()
+    """The million objects of libraries are no garbage."""
+    import_core(session.config)
     gc.disable()
     try:
         return (yield)

@@ -3,9 +3,8 @@
 import ast
 import re
 from collections.abc import Iterator
-from pathlib import Path
 
-ROOT = Path(__file__).parents[2]
+from tests.processes import ROOT
 
 SOURCES = {
     path: path.read_text(encoding="utf-8")

@@ -13,9 +13,8 @@ import pytest
 
 from packplan.core.config.keys import yield_keys
 from packplan.core.config.run import RunConfig
+from tests.processes import ROOT
 from tests.stored import store_run
-
-ROOT = Path(__file__).parents[2]
 
 CORE_MAY_IMPORT = {
     "__future__", "ast", "attrs", "base64", "binpacking", "bisect", "collections", "contextlib", "decimal", "difflib",

@@ -3,11 +3,10 @@
 import ast
 import re
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).parents[2]
+from tests.processes import ROOT
 
 MEASURED = re.compile(
     r"(?:^|_)(?:seconds|elapsed|process_time|thread_time|perf_counter|monotonic|nbytes|peak|maxrss|rss|traced_memory|"

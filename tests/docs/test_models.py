@@ -5,7 +5,7 @@ import json
 import re
 from pathlib import Path
 
-ROOT = Path(__file__).parents[2]
+from tests.processes import ROOT
 
 MEASURED = json.loads((Path(__file__).parent / "measured_models.json").read_text(encoding="utf-8"))
 """Result -> causal language models whose packed logits were compared with those alone."""
@@ -55,10 +55,6 @@ def test_the_code_knows_the_families_that_do_not_pack():
     assert not UNPACKED & STRATEGIES.keys()
 
 
-FAMILIES_IN = "core/work/text.py"
-"""File that may name families, where no key of a config.json tells their work."""
-
-
 def test_no_list_of_families_is_in_the_code():
     """Properties of a model decide; `adapters/families.json` has what cannot be read off."""
     known = (STRATEGIES.keys() | UNPACKED) - {"git", "mamba", "opt"}  # words of other things
@@ -71,4 +67,4 @@ def test_no_list_of_families_is_in_the_code():
         for path, held in nodes.items()
         if any(isinstance(node, ast.Constant) and node.value in known for node in held)
     }
-    assert {FAMILIES_IN} == found, "only this file may name families; others ask a model's properties"
+    assert {"core/work/text.py"} == found, "only this file names families, where no key of a config.json tells the work"

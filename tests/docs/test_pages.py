@@ -41,9 +41,8 @@ from packplan.core.schedule import EpochStats, PackStats
 from packplan.core.surface import plan as plan_of
 from tests.documents import parsed
 from tests.fakes import FreeLock, ListSource, ScriptedGroup
+from tests.processes import ROOT
 from tools.configuration import HOSTS, rewrite_lists
-
-ROOT = Path(__file__).parents[2]
 
 PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md"), *ROOT.glob("ADR/*.md")])
 

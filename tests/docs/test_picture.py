@@ -2,13 +2,11 @@
 
 import json
 import re
-from pathlib import Path
 from xml.etree import ElementTree as ET
 
+from tests.processes import ROOT
 from tools import bars, rooms, slots
 from tools.picture import GAP, PACKS_A_LINE, WIDTH, draw_packs
-
-ROOT = Path(__file__).parents[2]
 
 DRAWING = (ROOT / "docs" / "plan.svg").read_text(encoding="utf-8")
 

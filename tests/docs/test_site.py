@@ -14,7 +14,7 @@ from urllib.parse import unquote
 
 import pytest
 
-ROOT = Path(__file__).parents[2]
+from tests.processes import ROOT
 
 DOCS = ROOT / ".docs"
 

@@ -3,7 +3,6 @@
 import ast
 import pickle
 import re
-from pathlib import Path
 
 import attrs
 import pytest
@@ -24,10 +23,9 @@ from packplan.core.plan import build_raw_plan, refuse_dropped, refuse_longer, re
 from packplan.core.policy import PlanPolicy
 from packplan.core.shard import shard_packed
 from packplan.core.surface import plan
+from tests.processes import ROOT
 
 pytestmark = pytest.mark.covers
-
-ROOT = Path(__file__).parents[2]
 
 STATING = {"ArgumentError", "MismatchError", "ModelError", "RunError", "StaleError"}
 """Classes that state one of several facts, each by its kind."""

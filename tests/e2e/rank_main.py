@@ -21,9 +21,7 @@ with loading_libraries():
     import deepspeed
     import torch
     from accelerate.state import AcceleratorState
-    from transformers import trainer as hf
     from transformers.integrations.deepspeed import unset_hf_deepspeed_config
-    from transformers.trainer_callback import DefaultFlowCallback, ProgressCallback
 
     from packplan.adapters.trainer import loader
     from packplan.app import rl
@@ -35,6 +33,7 @@ with loading_libraries():
     from tests.e2e import plugin_run
     from tests.e2e.alone import Gradients, silence
     from tests.e2e.ready import train
+    from tests.hosts.pages import own_callbacks
 
 
 def main(config: str, out: str, fault: str = "") -> int:
@@ -112,7 +111,7 @@ def several(runs: list[tuple[str, str]], out: str, commands: Sequence[tuple[str,
                 whole = Path(out, name.replace("-damaged", ""), "checkpoint-2")
                 plugin_run.copy_damaged(whole, Path(out, name, "checkpoint-2"))
             if name.startswith("rl"):
-                with without_swift(), mock.patch.object(ranks, "open_rank_group", joined):
+                with own_callbacks(), mock.patch.object(ranks, "open_rank_group", joined):
                     status = rl.main([config, "--quiet"])
             else:
                 status = main(config, str(Path(out, name)), "killed" if name.startswith("killed") else "")
@@ -149,11 +148,6 @@ def kill_within_the_third_step(trainer: Any) -> None:
 
 FAULTS = {"infinite": ruin_a_loss, "killed": kill_within_the_third_step}
 """Fault -> function that plants it in a trainer."""
-
-
-def without_swift() -> Any:
-    """Have transformers' callbacks, which ms-swift replaces in its process for all trainers."""
-    return mock.patch.multiple(hf, DEFAULT_CALLBACKS=[DefaultFlowCallback], DEFAULT_PROGRESS_CALLBACK=ProgressCallback)
 
 
 def _told(result: Any) -> dict[str, Any]:

@@ -15,7 +15,7 @@ from packplan.app.opening import grpo
 from packplan.app.opening.runs import read_rl_config
 from packplan.core.fingerprint import json_digest
 from tests.e2e.plugin_run import change_a_byte
-from tests.e2e.rank_main import without_swift
+from tests.hosts.pages import own_callbacks
 from tests.processes import finished
 
 pytestmark = pytest.mark.slow
@@ -27,7 +27,7 @@ DYNAMIC = {"dynamic_batching": {"enabled": True, "train_mb_tokens": 256, "sequen
 
 @pytest.fixture(autouse=True)
 def _callbacks():
-    with without_swift():
+    with own_callbacks():
         yield
 
 
@@ -63,7 +63,7 @@ def test_all_modes_train_what_trl_does(write_rl):
 
 def on_rank(*words):
     """Run the command as one rank."""
-    with without_swift():
+    with own_callbacks():
         return rl.main([*words])
 
 

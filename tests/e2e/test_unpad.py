@@ -11,7 +11,7 @@ import pytest
 import torch
 from hypothesis import event, given, settings
 from hypothesis import strategies as st
-from peft import LoraConfig, PrefixTuningConfig, get_peft_model
+from peft import PrefixTuningConfig, get_peft_model
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import (
@@ -31,7 +31,7 @@ from packplan.adapters.proof import first_calls
 from packplan.core.errors import ArgumentError, ModelError, PackplanError
 from packplan.hf import flatten, separate_samples, unpad
 from tests.e2e import unpad_rank
-from tests.e2e.unpad_rank import POSITIONS, ROWS, batch_of, build, computed, padded
+from tests.e2e.unpad_rank import POSITIONS, ROWS, adapted, batch_of, build, computed, padded
 from tests.processes import finished
 
 pytestmark = pytest.mark.slow
@@ -70,15 +70,6 @@ def hooked(family: str = "qwen2", *, logits: bool = True):
     return model, unpad(model, logits=logits)
 
 
-def adapted():
-    """Return a model with adapters, whose layers are computed again."""
-    lora = LoraConfig(target_modules=["q_proj", "v_proj"], init_lora_weights=False, task_type="CAUSAL_LM")
-    model = get_peft_model(build("qwen2"), lora)
-    model.enable_input_require_grads()
-    model.gradient_checkpointing_enable({"use_reentrant": False})
-    return model.train()
-
-
 @settings(max_examples=25)
 @given(
     st.lists(st.lists(st.integers(0, 1), min_size=6, max_size=6), min_size=1, max_size=4),
@@ -109,7 +100,7 @@ CASES = {
     **{family: (partial(build, family), {}) for family in ("gpt2", "opt", "gemma3_text")},
     "all layers": (partial(build, "qwen2"), {"output_hidden_states": True, "use_cache": True}),
     "experts": (partial(build, "qwen3_moe", router_aux_loss_coef=0.5), {"output_router_logits": True}),
-    "adapters, checkpointing": (adapted, {}),
+    "adapters, checkpointing": (lambda: adapted(build("qwen2")).train(), {}),
     "positions": (partial(build, "gpt2"), {"position_ids": (padded().cumsum(1) - 1).clamp(min=0)}),
 }
 """Case -> model, and further arguments of its calls."""
@@ -483,7 +474,7 @@ def assert_scores(model, hooks, batch):
 
 def test_adapters_leave_logits_of_padding_out_too():
     """Calls of a model with adapters pass by the hooks of the model inside."""
-    model = adapted()
+    model = adapted(build("qwen2")).train()
     hooks = unpad(model, logits=False)
     batch = batch_of(padded())
 

@@ -33,7 +33,7 @@ from tests.e2e import rank_main
 from tests.e2e.ready import IN_CI, logged_losses
 from tests.made.pictures import IMAGES_OF, showing, texts, write_scenes, write_sizes
 from tests.made.vision_models import VISION_FAMILIES, write_vision_model
-from tests.processes import finished
+from tests.processes import ROOT, finished
 from tests.records import chat, write_lines
 from tools import models
 from tools.models import NOT_BUILT, templates_that_pack
@@ -46,8 +46,6 @@ pytestmark = [
 
 HEADERS = {"internvl", "glm4v", "qwen3_5", "qwen2_5_omni"}
 """Families whose images have lengths by their headers; those of the others are encoded in full."""
-
-ROOT = Path(__file__).parents[2]
 
 OMNI = pytest.param(
     "qwen2_5_omni",

@@ -155,7 +155,8 @@ def seen_batch(mask: torch.Tensor, *, seed: int, blind: bool = False) -> dict[st
 
 def adapted(model: Any) -> Any:
     """Add adapters and checkpointing to a model."""
-    model = get_peft_model(model, LoraConfig(target_modules=["q_proj", "v_proj"], init_lora_weights=False))
+    lora = LoraConfig(target_modules=["q_proj", "v_proj"], init_lora_weights=False, task_type="CAUSAL_LM")
+    model = get_peft_model(model, lora)
     model.enable_input_require_grads()
     model.gradient_checkpointing_enable({"use_reentrant": False})
     return model

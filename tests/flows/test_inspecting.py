@@ -25,8 +25,6 @@ from packplan.core.schedule import ResumeState
 from packplan.core.work.model import SampleWorks, WorkModel
 from tests.stored import LENGTHS, store_run
 
-ROOT = Path(__file__).parents[2]
-
 
 @pytest.fixture
 def store(tmp_path):

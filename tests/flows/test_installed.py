@@ -10,11 +10,10 @@ from pathlib import Path
 
 import pytest
 
+from tests.processes import ROOT
 from tests.stored import store_run
 
 pytestmark = pytest.mark.slow
-
-ROOT = Path(__file__).parents[2]
 
 LAYERS = ["adapters", "app", "core"]
 

@@ -5,7 +5,6 @@ import errno
 import subprocess
 import sys
 from importlib import import_module
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -14,9 +13,8 @@ import packplan
 from packplan.adapters import files
 from packplan.app.__main__ import COMMANDS, main
 from packplan.app.cli import command
+from tests.processes import ROOT
 from tests.stored import store_run
-
-ROOT = Path(__file__).parents[2]
 
 
 @pytest.mark.parametrize("arguments", [[], ["trian"], ["--verbose", "sft"]])

@@ -19,7 +19,7 @@ if HOSTED:  # for the server of processes, which is forked from this one
 def apart(server):
     """Return a function that calls another one in a process and a folder."""
 
-    def run(function: Callable[..., object], *given: str, folder: Path) -> None:
+    def run(function: Callable[..., object], *given: object, folder: Path) -> None:
         assert [0] == finished([server.start(call, function, str(folder), *given, log=folder / "printed.txt")])
 
     return run

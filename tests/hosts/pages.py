@@ -33,11 +33,11 @@ def own_callbacks() -> Any:
     return mock.patch.multiple("transformers.trainer", DEFAULT_CALLBACKS=[DefaultFlowCallback], **kinds)
 
 
-def call(function: Callable[..., object], folder: str, *given: str) -> None:
-    """Call a function in a folder."""
+def call(function: Callable[..., object], folder: str, *given: object) -> None:
+    """Call a function in a folder; it may return False where it fails."""
     os.chdir(folder)
     with own_callbacks():
-        function(*given)
+        assert function(*given) is not False
 
 
 def type_command(folder: str, name: str, *words: str) -> None:

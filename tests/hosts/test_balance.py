@@ -285,12 +285,7 @@ def test_a_run_logs_the_same(tmp_path):
 
 def test_two_ranks_train_the_same(apart, tmp_path):
     """Rows move for losses over rows or the step; they stay where a divisor is of a batch."""
-    apart(hold_two_ranks, folder=tmp_path)
-
-
-def hold_two_ranks():
-    """Hold two ranks."""
-    assert fork_ranks(2, hold_rank)
+    apart(fork_ranks, 2, hold_rank, folder=tmp_path)
 
 
 def hold_rank(rank):

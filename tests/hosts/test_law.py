@@ -8,7 +8,6 @@ from contextlib import nullcontext
 from functools import cache, partial
 from importlib import import_module
 from importlib.util import find_spec
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -635,15 +634,10 @@ def train_other_runs(rank, out):
     (out / f"ended{rank}").touch()
 
 
-def on_two_ranks(name, folder):
-    """Call a function on two ranks."""
-    fork_ranks(2, globals()[name], Path(folder))
-
-
 @pytest.mark.parametrize("run", [train_with_a_fault_on_one_rank, train_other_runs])
 def test_a_fault_of_one_rank_ends_all(run, apart, tmp_path):
     """With the rank's name, though the other one has given up its own comparison midway."""
-    apart(on_two_ranks, run.__name__, str(tmp_path), folder=tmp_path)
+    apart(fork_ranks, 2, run, tmp_path, folder=tmp_path)
 
     assert 2 == len([*tmp_path.glob("ended*")])
 
@@ -695,11 +689,9 @@ def test_noise_is_that_of_each_sample_alone(host, tmp_path):
     trainer = trainer_with(tmp_path, host=host, model=model_of("qwen2", "packplan"), max_steps=2)
     trainer.neftune_noise_alpha = ALPHA
     use_plan(trainer, PLAN)
-    watch, found = TrainerCallback(), []
-    watch.on_train_begin = lambda *_, **__: found.append(noise_of(trainer.model))
-    trainer.add_callback(watch)
+    found = []
 
-    trainer.train()
+    train_with(trainer, on_train_begin=lambda trainer: found.append(noise_of(trainer.model)))
 
     packs = [pack for step in [*trainer.schedule.steps()][:2] for (pack,) in step.batches]
     assert len(packs) == len(found[0])
@@ -760,11 +752,6 @@ def share_rows_of_experts(rank, out):
     (out / f"loss{rank}").write_text(str(loss))
 
 
-def train_experts_on_two_ranks(folder):
-    """Train on two ranks that share rows."""
-    assert fork_ranks(2, share_rows_of_experts, Path(folder))
-
-
 def test_the_loss_of_routers_counts_once_in_a_step(apart, tmp_path):
     """As the mean over its packs by their supervised tokens, also where two ranks share a row."""
     trainer, loss = routed_losses(tmp_path, 0.5)
@@ -777,7 +764,7 @@ def test_the_loss_of_routers_counts_once_in_a_step(apart, tmp_path):
         each.append((tokens, float(model(**row, use_cache=False).aux_loss.detach())))
     due = sum(tokens * aux for tokens, aux in each) / sum(tokens for tokens, _ in each)
 
-    apart(train_experts_on_two_ranks, str(tmp_path), folder=tmp_path)
+    apart(fork_ranks, 2, share_rows_of_experts, tmp_path, folder=tmp_path)
 
     assert loss - plain == pytest.approx(0.5 * due, rel=1e-3)
     assert [loss] * 2 == pytest.approx([float((tmp_path / f"loss{rank}").read_text()) for rank in range(2)], rel=1e-5)

@@ -3,7 +3,6 @@
 from contextlib import nullcontext
 from functools import partial
 from itertools import product
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -105,9 +104,7 @@ def run(rank, out, cell, kill_after=None):
 
 def run_cell(folder, *cell, kill_after=None):
     """Run on the ranks of a cell."""
-    host, ranks, accumulation = cell
-    ended = fork_ranks(int(ranks), run, Path(folder), (host, int(ranks), int(accumulation)), kill_after)
-    assert ended != bool(kill_after)
+    assert fork_ranks(cell[1], run, folder, cell, kill_after) != bool(kill_after)
 
 
 def run_killed_cell(folder, host, ranks, accumulation, killed_ranks=None):
@@ -129,14 +126,11 @@ def due(trainer, samples, weights, *, trains=True):
     return float(loss.detach()), gradients, trainer.state.log_history[-1]
 
 
-_SINCE_START = ("loss", "num_tokens", "epoch", "step")
-
-
 def assert_logged(host, found, expected):
     """Assert that values of one batch are logged; older TRL sums some of KTO over padding."""
     found, expected = ({name.removeprefix("eval_"): one for name, one in logs.items()} for logs in (found, expected))
     over_padding = ("logits/chosen", "logits/rejected") if host == "KTOTrainer" and is_old_trl() else ()
-    names = expected.keys() - {*_SINCE_START, *over_padding}
+    names = expected.keys() - {"loss", "num_tokens", "epoch", "step", *over_padding}
     assert names & {"margin", "rewards/chosen", "rewards/rejected"}
     assert {name: found[name] for name in names} == pytest.approx({name: expected[name] for name in names}, **_NEAR)
 
@@ -157,7 +151,7 @@ def test_a_step_is_the_mean_over_its_samples(cell, apart, tmp_path):
     without a plan, with all samples of the step in one batch. The packs of ranks and batches have
     unequally many samples. So it is where a killed run goes on with another number of ranks.
     """
-    apart(run_cell if len(cell) == 3 else run_killed_cell, str(tmp_path), *map(str, cell), folder=tmp_path)
+    apart(run_cell if len(cell) == 3 else run_killed_cell, tmp_path, *cell, folder=tmp_path)
 
     found, trainer = torch.load(tmp_path / "found.pt"), trainer_of(cell[0], tmp_path)
     *steps, evaluated = found["logs"]
@@ -180,7 +174,7 @@ def test_a_killed_run_goes_on_to_the_same_weights(cell, apart, tmp_path):
     found = []
     for function in (run_cell, run_killed_cell):
         (folder := tmp_path / function.__name__).mkdir()
-        apart(function, str(folder), *map(str, cell), folder=folder)
+        apart(function, folder, *cell, folder=folder)
         found.append(torch.load(folder / "found.pt"))
     whole, resumed = found
     assert whole["samples"][2:] == resumed["samples"] != []

@@ -213,9 +213,7 @@ def parts_of(folder: Path) -> dict[str, list[int]]:
 PLANNED = {
     "Trainer": ["ZeRO 0", "ZeRO 1", "ZeRO 2", "ZeRO 3, built first"],
     "Trainer, images": ["ZeRO 0", "ZeRO 2", "ZeRO 3, built first", "FSDP 2"],
-    "DPOTrainer": ["ZeRO 0", "ZeRO 2", "ZeRO 3, built first"],
-    "RewardTrainer": ["ZeRO 0", "ZeRO 2", "ZeRO 3, built first"],
-    "KTOTrainer": ["ZeRO 0", "ZeRO 2", "ZeRO 3, built first"],
+    **{host: ["ZeRO 0", "ZeRO 2", "ZeRO 3, built first"] for host in ("DPOTrainer", "RewardTrainer", "KTOTrainer")},
 }
 """Trainer -> cases of a plan: FSDP, or stage of ZeRO, 0 for DDP; if the model is built first."""
 

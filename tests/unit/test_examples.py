@@ -2,11 +2,10 @@
 
 import doctest
 from importlib import import_module
-from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).parents[2]
+from tests.processes import ROOT
 
 MODULES = sorted(
     ".".join((*package, *path.relative_to(ROOT).with_suffix("").parts)).removesuffix(".__init__")

@@ -9,8 +9,7 @@ from pathlib import Path
 import pytest
 
 from packplan.app.cli import command
-
-ROOT = Path(__file__).parents[2]
+from tests.processes import ROOT
 
 
 @pytest.mark.parametrize(("said", "policy"), [("", "PASSIVE"), ("ACTIVE", "ACTIVE")])
