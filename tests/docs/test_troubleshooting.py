@@ -32,8 +32,6 @@ STATING = {"ArgumentError", "MismatchError", "ModelError", "RunError", "StaleErr
 
 PAGE = (ROOT / "docs" / "troubleshooting.md").read_text(encoding="utf-8")
 
-OTHER = (Difference("template.system", "Be brief.", "Be exact."),)
-PLANS = (Difference("plan", "ad441f64dbd8", "8bc83601250a"),)
 LENGTH = (Difference("length", 214, 230),)
 MIXED = [580] * 33 + [590] + [400] * 12
 DROPPING = PlanPolicy(packing_length=1000, min_fill_ratio="0.65")
@@ -54,7 +52,6 @@ FAULTS = (
     Fault("training.seed", "is 'x', but has to be a whole number"),
 )
 
-TAGS = "has 2 images, but 1 <image> tag: write one tag for each image"
 WIDE = {"shards": 1, "batch_size": 10, "max_tokens_per_microbatch": 512, "sequence_length_pad_multiple": 64}
 BATCH = {
     "effective_batch_size": 30, "per_device_train_batch_size": 1, "gradient_accumulation_steps": 1, "world_size": 8
@@ -62,7 +59,9 @@ BATCH = {
 
 MADE = (
     errors.ConfigError("run.yaml", FAULTS),
-    errors.RecordError("data/train.jsonl, line 17", f"the record {TAGS}"),
+    errors.RecordError(
+        "data/train.jsonl, line 17", "the record has 2 images, but 1 <image> tag: write one tag for each image"
+    ),
     errors.DataSetError("data/train.jsonl holds no record"),
     raised(pack, [9, 7, 3, -1], capacity=16),
     raised(plan, [8], 0),
@@ -81,8 +80,8 @@ MADE = (
     raised(align_plan, build_raw_plan([8] * 3, packing_length=8), world_size=4, dataloader_drop_last=True),
     raised(largest_degree, 6, 8),
     ModelError.for_leak("bloom", "auto", ProbeResult(0.24, 0).reason_against_packing(limit=1)),
-    StaleError.for_lengths(FOLDER, OTHER),
-    StaleError.for_plan("runs/first/checkpoint-40", PLANS),
+    StaleError.for_lengths(FOLDER, (Difference("template.system", "Be brief.", "Be exact."),)),
+    StaleError.for_plan("runs/first/checkpoint-40", (Difference("plan", "ad441f64dbd8", "8bc83601250a"),)),
     StaleError.for_plan("runs/first/checkpoint-40", (Difference("order_version", 2, 3),)),
     StaleError.for_plan("runs/first/checkpoint-40", (Difference(errors.SHARED_BY, 8, 4),)),
     StaleError.for_sample(12, "data/train.jsonl, line 13", LENGTH),

@@ -16,6 +16,8 @@ from packplan.adapters.loaders.packs import PackInputs, RowsOfPacks, flatten
 from packplan.adapters.loaders.rows import RowFacts, pad_rows
 from packplan.core.errors import ArgumentError, StaleError
 
+pytestmark = pytest.mark.untraced
+
 IDS = [5, 6, 7, 8]
 
 SEVERAL = "holds several samples, as its"

@@ -11,6 +11,8 @@ from hypothesis import strategies as st
 from packplan.adapters.config.trainer_keys import LIBRARIES, TrainerKey, deepspeed_file, read_key_table
 from tests.documents import faults_of
 
+pytestmark = pytest.mark.untraced
+
 KEYS = read_key_table()
 
 WRONG = {

@@ -307,6 +307,7 @@ def test_files_that_are_no_configuration_say_why(tmp_path: Path, text, says):
         read_config(tmp_path / "run.yaml")
 
 
+@pytest.mark.untraced
 def test_a_chain_of_files_may_be_long(tmp_path: Path):
     """Each file is read once, and none waits for those below it; a loop of links is refused."""
     (tmp_path / "0.yaml").write_text(yaml.safe_dump(document(seed=1)))
