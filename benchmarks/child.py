@@ -1,6 +1,6 @@
 """
-Runs measurements in processes of their own. So a process has only the memory of the measured call,
-and a slow call can be ended.
+Runs measurements in processes of their own, so that the memory of a call can be measured, and a
+slow call can be ended.
 """
 
 import contextlib
@@ -30,7 +30,7 @@ STDOUT, STDERR = 1, 2
 
 
 class NotMeasuredError(PackplanError):
-    """A measurement failed, died or took too long."""
+    """A measurement failed or took too long, or its process died."""
 
 
 class Child:

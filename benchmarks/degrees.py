@@ -4,12 +4,12 @@ epoch.
 
 Lengths come from the trace `chat`. A share of the samples (--tails) is longer than a pack: their
 lengths are lognormal, up to --longest tokens. Steps are those of Packplan's schedules, with the
-work of a 7B model. Each rank computes --tflops. Ranks that share a pack start the pack together,
-and exchange its queries, keys, values and outputs. This exchange is faster within a node of 8 ranks
-than between nodes. All other ranks wait only at the end of a step.
+work of a 7B model. Each rank computes --tflops x 10^12 operations per second. Ranks that share a
+pack start the pack together, and exchange its queries, keys, values and outputs. This exchange is
+faster within a node of 8 ranks than between nodes. All other ranks wait only at the end of a step.
 
 - `whole`: each rank computes whole packs.
-- `fixed`: all packs are shared by as many ranks as the longest needs.
+- `fixed`: all packs are shared by as many ranks as the longest pack needs.
 - `own`: each pack is shared by as many ranks as it needs (`sequence_parallel_size: auto`).
 
 `tokens` is the maximum number of tokens that a rank computes at once. `ideal` is the time in which

@@ -28,7 +28,7 @@ IMAGE_TOKENS, IMAGE_SHARES = (256, 576, 1024, 1280, 2560), (0.2, 0.3, 0.25, 0.15
 """Numbers of tokens of images of common sizes, and the probability of each size."""
 
 TILE_SHARES = np.array([30, 20, 10, 20, 5, 30, 2, 6, 3, 1, 1, 20]) / 148
-"""Probability that an image has 1 to 12 tiles; shape (12,)."""
+"""Probability of each number of tiles of an image, from 1 to 12; shape (12,)."""
 
 TEXT_MODEL = WorkModel(per_position=14 * 10**9, per_pair=4 * 28 * 3584)
 """Forward work of a text model with 7 billion weights."""

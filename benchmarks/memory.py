@@ -214,7 +214,7 @@ def _measured(config: RunConfig) -> int:
 
 
 def _measured_rank(config: RunConfig, rank: int, setting: Setting, file: Path) -> Iterator[int]:
-    """Yield the peak bytes of one rank. The trainer is not used, since it refuses FSDP on CPUs."""
+    """Yield the peak bytes of one rank. Steps run here, since the trainer refuses FSDP on CPUs."""
     import torch
     import torch.distributed as dist
 

@@ -35,7 +35,7 @@ def write_sized_model(folder: Path, width: int, layers: int) -> None:
     Write a Qwen2.5-VL with random weights.
 
     Args:
-        folder: Folder of the model; made if missing.
+        folder: Folder of the model; created if missing.
         width: Hidden size of the text layers, a multiple of 128; half of it is the hidden size of
             the vision tower.
         layers: Number of text layers, and of layers in the vision tower.
@@ -60,7 +60,7 @@ def write_sized_text_model(folder: Path, width: int, layers: int) -> None:
     Write a Qwen2 with random weights.
 
     Args:
-        folder: Folder of the model; made if missing.
+        folder: Folder of the model; created if missing.
         width: Hidden size, a multiple of 128.
         layers: Number of layers.
     """

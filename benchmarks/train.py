@@ -6,9 +6,9 @@ pack does on average, so all ways take about the same number of optimizer steps.
 a process of its own, one epoch in each round, and is compared with the others round by round.
 Samples are encoded beforehand. Times are processor times, or on a GPU, wall-clock times.
 
-"allowed" is the ratio of the operations of both ways, counted by `WorkModel`. It would be the
-speedup if only operations took time. Only wide models come near this ratio: at a width of 64, most
-time is spent in Python itself.
+"allowed" is the ratio of the operations of both ways, counted by `WorkModel`. This ratio would be
+the speedup if only operations took time. Only wide models come near it: at a width of 64, most time
+is spent in Python itself.
 """
 
 from __future__ import annotations

@@ -6,7 +6,7 @@ The trainers are those of TRL, transformers' `Trainer` with its own loss, and th
 Each way trains the same model on the same rows in a process of its own. A few rows are much longer
 than the others. For GRPO, the benchmark draws the answers at random, the same for all ways, and no
 model generates them. The first step is not timed. On a CPU, times are processor times. On a GPU,
-steps compute in bfloat16, and times are those of the clock. The peak counts the bytes of all
+steps compute in bfloat16, and times are wall-clock times. The peak counts the bytes of all
 tensors that exist at the same time.
 """
 

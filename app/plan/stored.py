@@ -202,7 +202,7 @@ def _warnings(config: RunConfig, opened: StoredSplit) -> Iterator[str]:
     if bad := lengths.origin.bad:
         yield bad_records_line(bad, lengths.origin.num_records)
     if lengths.rows.repeatability is None:
-        yield "no sample has been encoded a second time yet, to check that lengths repeat; packplan plan build does so"
+        yield "no sample has been encoded a second time yet, to check that lengths repeat: run packplan plan build"
     ratio = str(plan.key.inputs.get("min_fill_ratio") or split.policy.min_fill_ratio)
     as_stored = attrs.evolve(split, policy=attrs.evolve(split.policy, packing=opened.packed, min_fill_ratio=ratio))
     yield from plan_warnings(as_stored)
