@@ -60,8 +60,8 @@ class PackingMetrics:
     @property
     def gap(self) -> float:
         """
-        Number of packs above the lower bound, divided by the bound; 0 proves that no packing has
-        fewer packs.
+        Number of packs above the lower bound, divided by the bound; 0 proves that no packing of the
+        same samples has fewer packs.
         """
         return (self.num_packs - self.lower_bound) / self.lower_bound
 
@@ -79,10 +79,12 @@ def packing_metrics(lengths: Lengths, packs: AnyPacks, *, capacity: int, bound: 
         packs: Packs to measure, or a plan that contains packs; at least one pack.
         capacity: Maximum number of tokens in a pack, >= 1.
         bound: Lower bound on the number of packs. None searches for a bound, which takes about as
-            long as packing. A sample over the capacity counts as a pack by itself.
+            long as packing. A sample over the capacity counts as a pack by itself, and a sample in
+            several packs is searched once.
 
     Raises:
-        ArgumentError: There is no pack, or a pack has a sample without a length.
+        ArgumentError: There is no pack, a pack has a sample without a length, or a pack of several
+            samples exceeds the capacity.
 
     >>> packing_metrics([60, 20, 50], [[0, 1], [2]], capacity=80).efficiency
     1.0
@@ -96,8 +98,12 @@ def packing_metrics(lengths: Lengths, packs: AnyPacks, *, capacity: int, bound: 
         message = f"sample {int(packs.indices.max())} is in a pack, but there are {array.size} lengths"
         raise ArgumentError("argument", message)
     loads = packs.loads(array)
+    if (over := (loads > capacity) & (packs.sizes() > 1)).any():
+        first = int(over.argmax())
+        message = f"pack {first} has {loads[first]:,} tokens, but the capacity of a pack of several samples is {capacity:,}"
+        raise ArgumentError("argument", message)
     if bound is None:
-        packed = array[packs.indices]
+        packed = array[np.flatnonzero(np.bincount(packs.indices))]
         fitting = packed[packed <= capacity]
         effort = effort_for_bound(packed.size)
         found = lower_bound(fitting, capacity=capacity, known=len(packs), effort=effort)

@@ -152,10 +152,15 @@ def test_packing_efficiency_metrics_are_as_the_specification_defines_them(case):
 
 
 @pytest.mark.parametrize(
-    ("packs", "bound", "named"), [([], None, "no pack"), ([[0, 7]], None, "sample 7"), ([[0], [1]], 0, "bound is 0")]
-)
+    ("packs", "bound", "named"),
+    [
+        ([], None, "no pack"), ([[0, 7]], None, "sample 7"), ([[0], [1]], 0, "bound is 0"),
+        ([[1], [0, 1]], None, "pack 1 has 3 tokens, but the capacity of a pack of several samples is 2"),
+    ],
+)  # fmt: skip
 def test_what_cannot_be_measured_is_refused(packs, bound, named):
-    """No pack, a sample without a length, a bound below one."""
+    """No pack, a sample without a length, a bound below one, a pack over the capacity."""
+    assert 3.0 == packing_metrics([1, 1], [[0, 1]] * 4, capacity=2).gap, "one pack holds both"
     with pytest.raises(ValueError, match=named):
         packing_metrics([1, 2], Packs.from_lists(packs), capacity=2, bound=bound)
 
