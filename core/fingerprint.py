@@ -142,7 +142,7 @@ def unseal(values: object) -> dict[str, Any]:
             them.
     """
     if not isinstance(values, Mapping) or SEAL not in values:
-        raise ValueError(f"it has no {SEAL}")
+        raise ValueError(f"it is not a dict with the key {SEAL}")
     held = {key: value for key, value in values.items() if key != SEAL}
     if json_digest(held) != values[SEAL]:
         raise ValueError("its digest differs from the saved one")

@@ -100,7 +100,7 @@ def packing_metrics(lengths: Lengths, packs: AnyPacks, *, capacity: int, bound: 
     loads = packs.loads(array)
     if (over := (loads > capacity) & (packs.sizes() > 1)).any():
         first = int(over.argmax())
-        message = f"pack {first} has {loads[first]:,} tokens, but the capacity of a pack of several samples is {capacity:,}"
+        message = f"pack {first} has several samples and {loads[first]:,} tokens, but the capacity is {capacity:,}"
         raise ArgumentError("argument", message)
     if bound is None:
         packed = array[np.flatnonzero(np.bincount(packs.indices))]

@@ -18,9 +18,9 @@ from packplan.core.align import aligned_positions, lay_out_slots
 from packplan.core.errors import ArgumentError, CorruptArtefactError, Difference, StaleError, counted
 from packplan.core.fingerprint import NO_IDENTITY, RunIdentity, from_plain, seal, to_plain, unseal
 from packplan.core.lengths import IntArray
-from packplan.core.schedule import DAMAGED_STATE_REMEDY, EpochSchedule, ResumeState
+from packplan.core.schedule import EpochSchedule, ResumeState
 
-_SAVED = "the saved progress"
+_SAVED, _LOAD_ANOTHER = "the saved progress", "load the dict that state_dict() returned, or that of another checkpoint"
 """Words for a state of `PackBatches` in error messages."""
 
 PROGRESS = "PackplanProgress"
@@ -165,12 +165,12 @@ class PackBatches:
         try:
             then = from_plain(ResumeState, unseal(state))
         except ValueError as error:
-            raise CorruptArtefactError(_SAVED, str(error), DAMAGED_STATE_REMEDY) from error
+            raise CorruptArtefactError(_SAVED, str(error), _LOAD_ANOTHER) from error
         if differences := then.differences(self.state):
             raise StaleError.for_plan(_SAVED, differences)
         resumed = attrs.evolve(self._given, start=then.progress)
         if (fault := resumed.start_fault()) is not None:
-            raise CorruptArtefactError(_SAVED, fault, DAMAGED_STATE_REMEDY)
+            raise CorruptArtefactError(_SAVED, fault, _LOAD_ANOTHER)
         before, now = then.identity.changeable, self.state.identity.changeable
         self.changes = before.differences(now) if before.inputs else ()  # earlier releases stored none
         self.schedule = resumed

@@ -1,8 +1,8 @@
 """
 Remedy for each kind of error: an action of the user, often with a YAML key to set.
 
-Arguments of library functions have the same names as the YAML keys, some without the prefix
-`packing_`. In messages about a command of ms-swift, `name_arguments` replaces YAML keys by
+A remedy for errors that scripts get too names the argument of `plan` or `schedule` beside the YAML
+key. In messages about a command of ms-swift, `name_arguments` replaces YAML keys by
 arguments of the command. The page docs/troubleshooting.md has further remedies.
 """
 
@@ -25,12 +25,12 @@ DROP_LESS_REMEDY = "To drop less, set training.packing_drop_last: false, or lowe
 REMEDIES: Mapping[str, str] = MappingProxyType(
     {
         "batch_size": "set training.effective_batch_size to {nearest}",
-        "all_skipped": "to train long samples, set training.packing_allow_single_long: true",
-        "all_dropped": "to train all packs, set training.packing_drop_last: false",
-        "dropped_tokens": "to train all packs, set training.packing_drop_last: false",
+        "all_skipped": "to train them, set training.packing_allow_single_long: true (in Python: allow_single_long=True)",
+        "all_dropped": "to train all packs, set training.packing_drop_last: false (in Python: drop_last=False)",
+        "dropped_tokens": "to train all packs, set training.packing_drop_last: false (in Python: drop_last=False)",
         "too_long": "raise the packing length (template.max_length) to {longest:,}",
-        "degree": "set training.max_sequence_parallel_size to {largest}",
-        "too_short": "to train the remainder, set training.dataloader_drop_last: false",
+        "degree": "set training.max_sequence_parallel_size (in Python: degrees) to {largest}",
+        "too_short": "to train the remainder, set training.dataloader_drop_last: false (in Python: drop_last=False)",
         "unsupervised": "raise template.max_length if it truncates answers; packplan plan show RUN.yaml "
         "--sample {sample} --text shows which text of a sample is trained",
         "too_many_epochs": "lower training.max_steps or training.num_train_epochs",
@@ -41,7 +41,7 @@ REMEDIES: Mapping[str, str] = MappingProxyType(
         "borrowed_lengths": "to measure here, remove training.packing_lengths_from",
         "table_lengths": "to measure here, remove custom.lengths; packplan measure --config writes a table that fits",
         "changed_plan": "restore the data and the settings, or start a new run from the checkpoint's weights: load the "
-        "model from the checkpoint, and remove resume_from_checkpoint",
+        "model from the checkpoint, and remove resume_from_checkpoint (in Python: load_state_dict)",
         "fewer_ranks": "start as many ranks as before, or share no pack (training.sequence_parallel_size: 1)",
         "changed_order": "install the version that wrote the checkpoint: the present one trains packs in another order",
         **dict.fromkeys(("changed_image", "changed_sample"), MEASURE_AGAIN),
@@ -51,6 +51,7 @@ REMEDIES: Mapping[str, str] = MappingProxyType(
         "refused": "free disk space, or choose another folder (training.output_dir)",
         "locked": "wait until that job is done, or raise training.packing_wait_timeout_s",
         "different_runs": "start all ranks with the same YAML, options, model and packages",
+        "work": "WorkModel.estimated(config) estimates it from the width and the layers",
         "not_finite": "lower training.learning_rate",
     }
 )

@@ -5,9 +5,21 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from packplan.core.errors import ModelError
+from packplan.core.errors import ArgumentError, ModelError
 
 Sizes = Mapping[str, Any]
+
+
+def as_sizes(config: Any) -> Sizes:
+    """
+    Return a config.json as a mapping, given its content or a configuration object of transformers.
+    """
+    sizes = config.to_dict() if hasattr(config, "to_dict") else config
+    if not isinstance(sizes, Mapping):
+        message = f"config has to be the content of a config.json, or a model's config, not {type(config).__name__}"
+        raise ArgumentError("argument", message)
+    return sizes
+
 
 PRODUCT = 2
 """FLOPs of one multiplication and the addition of its result."""

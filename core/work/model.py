@@ -28,7 +28,7 @@ import numpy as np
 
 from packplan.core.errors import ModelError
 from packplan.core.lengths import IntArray, Lengths, as_lengths
-from packplan.core.work.keys import ATTENTION_PRODUCTS, PRODUCT, Sizes
+from packplan.core.work.keys import ATTENTION_PRODUCTS, PRODUCT, Sizes, as_sizes
 from packplan.core.work.text import DELTA_CHUNK, LocalAttention, read_text_work
 from packplan.core.work.vision import FLOPs, VisionWork, read_vision_work
 
@@ -62,9 +62,14 @@ class WorkModel:
         """
         Return the work model that a model's config.json describes.
 
+        Args:
+            config: Content of a config.json, or a model's `config` of transformers.
+
         Raises:
+            ArgumentError: *config* is neither.
             ModelError: A size is missing, or a key has an unknown effect on the work.
         """
+        config = as_sizes(config)
         thinker = config.get("thinker_config")  # the trained part, which gets no audio
         config = thinker or config
         text = config.get("text_config") or config
@@ -91,6 +96,7 @@ class WorkModel:
         If *config* has no number for the layers or the width, 32 layers or a width of 4,096 are
         assumed. Images add only the work of their tokens.
         """
+        config = as_sizes(config)
         config = config.get("thinker_config") or config
         text = config.get("text_config") or config
 

@@ -155,7 +155,7 @@ def test_packing_efficiency_metrics_are_as_the_specification_defines_them(case):
     ("packs", "bound", "named"),
     [
         ([], None, "no pack"), ([[0, 7]], None, "sample 7"), ([[0], [1]], 0, "bound is 0"),
-        ([[1], [0, 1]], None, "pack 1 has 3 tokens, but the capacity of a pack of several samples is 2"),
+        ([[1], [0, 1]], None, "pack 1 has several samples and 3 tokens, but the capacity is 2"),
     ],
 )  # fmt: skip
 def test_what_cannot_be_measured_is_refused(packs, bound, named):

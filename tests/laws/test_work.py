@@ -1,6 +1,7 @@
 """Work: FLOPs of samples and packs, from the sizes of a model's layers."""
 
 from collections import Counter
+from types import SimpleNamespace
 
 import attrs
 import numpy as np
@@ -9,7 +10,7 @@ from hypothesis import event, example, given
 from hypothesis import strategies as st
 
 from benchmarks.work import image_flops
-from packplan.core.errors import ModelError
+from packplan.core.errors import ArgumentError, ModelError
 from packplan.core.packs import Packs
 from packplan.core.work.model import SampleWorks, WorkModel
 from packplan.core.work.text import LocalAttention
@@ -217,6 +218,16 @@ def test_what_is_not_known_is_named(config, named):
     """Unknown layers, keys and sizes are errors, never a number that looks right."""
     with pytest.raises(ModelError, match=named):
         WorkModel.from_config(config)
+
+
+def test_a_config_is_a_dict_or_an_object_that_gives_one():
+    """As `model.config` of transformers does."""
+    given = SimpleNamespace(to_dict=lambda: TEXT)
+
+    assert WorkModel.from_config(given) == WorkModel.from_config(TEXT)
+    assert WorkModel.estimated(given) == WorkModel.estimated(TEXT)
+    with pytest.raises(ArgumentError, match=r"config has to be the content of a config.json, .*, not NoneType"):
+        WorkModel.from_config(None)
 
 
 @given(st.lists(st.integers(1, 500), min_size=1, max_size=9), st.booleans())

@@ -83,7 +83,9 @@ def test_packs_may_be_shared_by_their_degree():
         assert (6, True, largest) == (config.plan_world_size(6), options["shares"], options["most"])
     with pytest.raises(ArgumentError) as raised:
         config.plan_world_size(3)
-    assert str(raised.value).endswith("divides the 3 ranks; set training.max_sequence_parallel_size to 1")
+    assert str(raised.value).endswith(
+        "divides the 3 ranks; set training.max_sequence_parallel_size (in Python: degrees) to 1"
+    )
 
 
 def test_half_of_a_surrogate_pair_is_no_text():
