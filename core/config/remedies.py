@@ -25,7 +25,7 @@ DROP_LESS_REMEDY = "To drop less, set training.packing_drop_last: false, or lowe
 REMEDIES: Mapping[str, str] = MappingProxyType(
     {
         "batch_size": "set training.effective_batch_size to {nearest}",
-        "all_skipped": "to train them, set training.packing_allow_single_long: true (in Python: allow_single_long=True)",
+        "all_skipped": "train them by training.packing_allow_single_long: true (in Python: allow_single_long=True)",
         "all_dropped": "to train all packs, set training.packing_drop_last: false (in Python: drop_last=False)",
         "dropped_tokens": "to train all packs, set training.packing_drop_last: false (in Python: drop_last=False)",
         "too_long": "raise the packing length (template.max_length) to {longest:,}",

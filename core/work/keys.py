@@ -9,18 +9,6 @@ from packplan.core.errors import ArgumentError, ModelError
 
 Sizes = Mapping[str, Any]
 
-
-def as_sizes(config: Any) -> Sizes:
-    """
-    Return a config.json as a mapping, given its content or a configuration object of transformers.
-    """
-    sizes = config.to_dict() if hasattr(config, "to_dict") else config
-    if not isinstance(sizes, Mapping):
-        message = f"config has to be the content of a config.json, or a model's config, not {type(config).__name__}"
-        raise ArgumentError("argument", message)
-    return sizes
-
-
 PRODUCT = 2
 """FLOPs of one multiplication and the addition of its result."""
 
@@ -45,6 +33,17 @@ _HARMLESS = re.compile(
     r"|ep_size|mtp_|num_mtp|clip|is_|attn_type|experts_implementation|type_vocab|tie_|query_pre_attn|init_)"
 )
 """Prefixes of keys that look like sizes but do not change a matrix product."""
+
+
+def as_sizes(config: Any) -> Sizes:
+    """
+    Return a config.json as a mapping, given its content or a configuration object of transformers.
+    """
+    sizes = config.to_dict() if hasattr(config, "to_dict") else config
+    if not isinstance(sizes, Mapping):
+        message = f"config has to be the content of a config.json, or a model's config, not {type(config).__name__}"
+        raise ArgumentError("argument", message)
+    return sizes
 
 
 class ConfigKeys:
