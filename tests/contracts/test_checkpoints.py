@@ -5,6 +5,7 @@ import hashlib
 import json
 import shutil
 from functools import partial
+from itertools import chain
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -13,9 +14,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+import packplan as pp
 from packplan.adapters.hf.saving import find_damage, remove_digests, write_digests
+from packplan.adapters.loaders.batches import PackBatches, read_saved_progress, read_saved_trainer
 from packplan.adapters.trainer.checkpoints import attention_entry, find_checkpoint, progress_entry
-from packplan.adapters.trainer_state import add_digest_on_save
+from packplan.adapters.trainer_state import STATE, add_digest_on_save
 from packplan.core.errors import ConfigError, StaleError
 from packplan.core.fingerprint import (
     SEAL,
@@ -175,6 +178,27 @@ def test_a_state_of_each_format_is_read(number, state):
     if number == max(GOLDEN, key=int):
         assert stored == json.loads(json.dumps(seal(to_plain(state)))), "a field changed: raise STATE_FORMAT"
         assert int(number) == STATE_FORMAT
+
+
+OF_PLUGIN = json.loads(Path(__file__).with_name("plugin_states.json").read_text())
+"""Format -> trainer's state in a checkpoint of the plugin, within the second epoch of 11 packs."""
+
+
+@pytest.mark.parametrize("number", OF_PLUGIN)
+def test_the_plugin_goes_on_from_a_checkpoint_of_each_format(number, tmp_path):
+    """Early ones name no trainer, and so are taken by any."""
+    (tmp_path / STATE).write_text(json.dumps(OF_PLUGIN[number]))
+    steps, held = OF_PLUGIN[number]["global_step"], from_plain(ResumeState, unseal(read_saved_progress(tmp_path)))
+    plan = pp.plan([1] * 11, 1)
+    batches = PackBatches(
+        plan.schedule(packs_per_step=2, epochs=2, seed=42), state=attrs.evolve(held, progress=Progress())
+    )
+
+    batches.load_state_dict(read_saved_progress(tmp_path))
+
+    assert (None if len(number) == 1 else "Seq2SeqTrainer") == read_saved_trainer(tmp_path)
+    assert (held.plan, steps - 6) == (batches.state.plan, held.progress.epoch_step)
+    assert 11 - 2 * (steps - 6) == len(list(chain(*batches)))
 
 
 def test_a_state_of_a_newer_release_is_refused_as_such():
