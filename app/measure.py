@@ -84,8 +84,7 @@ def run(options: argparse.Namespace) -> None:
     ):
         split = attrs.evolve(open_splits(config)["train"], name="data")
         if output.exists():
-            known = length_tables.open_known_lengths(output, split.source, key="--output")
-            split = attrs.evolve(split, known=known)
+            split = attrs.evolve(split, known=length_tables.open_known_lengths(output, split.source, key="--output"))
         ranks = Ranks(group, timeout_s=config.training.packing_wait_timeout_s)
         ranks.build_on_rank_zero(split.stores.lock, partial(_write_table, split, output))
 

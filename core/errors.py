@@ -491,8 +491,7 @@ def shorten(text: str) -> str:
     """
     lines = text.split("\n")
     if len(lines) > MAX_LINES:
-        left_out = f"  … {len(lines) - MAX_LINES + 1:,} more lines …"
-        lines = [*lines[: MAX_LINES - 3], left_out, *lines[-2:]]
+        lines = [*lines[: MAX_LINES - 3], f"  … {len(lines) - MAX_LINES + 1:,} more lines …", *lines[-2:]]
     return "\n".join(map(_shorten_line, lines))
 
 

@@ -72,8 +72,7 @@ class BalanceCounts:
         """Add the microbatches of one step to the metrics; *loads* has the tokens of each."""
         if loads:
             bound = -(-sum(min(load, max_tokens) for load in loads) // max_tokens)
-            packs = [[index] for index in range(len(loads))]
-            found = packing_metrics(loads, packs, capacity=max_tokens, bound=bound)
+            found = packing_metrics(loads, [[index] for index in range(len(loads))], capacity=max_tokens, bound=bound)
             self.metrics = found if self.metrics is None else self.metrics + found
 
 
@@ -154,8 +153,7 @@ def split_microbatches(microbatches: list[list[int]], num: int) -> list[list[int
     """
     while len(microbatches) < num:
         at = max(range(len(microbatches)), key=lambda number: len(microbatches[number]))
-        half = len(microbatches[at]) // 2
-        if not half:
+        if not (half := len(microbatches[at]) // 2):
             return microbatches + [[]] * (num - len(microbatches))
         microbatches = [*microbatches[:at], microbatches[at][:half], microbatches[at][half:], *microbatches[at + 1 :]]
     return microbatches

@@ -25,7 +25,6 @@ from typing import Any
 import attrs
 import numpy as np
 import torch
-from accelerate.utils import gather_object
 from transformers import TrainerCallback
 from transformers.trainer_callback import ExportableState
 from transformers.trainer_utils import get_last_checkpoint
@@ -49,6 +48,7 @@ from packplan.adapters.loaders.packs import NORMALISER, PACK, PackLoader, refuse
 from packplan.adapters.loaders.rows import count_supervised
 from packplan.adapters.model_folder import model_file_facts
 from packplan.adapters.models import replace_attributes
+from packplan.adapters.proof.steps import failing_together, gather_from_ranks
 from packplan.adapters.trainer_state import COPY_AGAIN, find_other_parts, name_older
 from packplan.core.batch import IGNORED_LABEL, pack_degrees
 from packplan.core.config.identity import (
@@ -92,8 +92,7 @@ class PackplanProgress(TrainerCallback, ExportableState):
         start, window = schedule.start, schedule.gradient_accumulation_steps
         if start.epoch_step and self.step <= schedule.last_step(start.epoch):
             total = start.epoch_step * window + schedule.num_remaining_batches(start.epoch)
-            done = min((start.epoch_step + self.step - start.step) * window, total)
-            state.epoch = start.epoch + done / total
+            state.epoch = start.epoch + min((start.epoch_step + self.step - start.step) * window, total) / total
 
 
 @contextmanager
@@ -158,6 +157,7 @@ class FollowsSchedule:
     control: Any
     callback_handler: Any
     pack_batches: PackBatches
+    reading_together: Callable[[], AbstractContextManager[None]]
 
     def follow(
         self, pack_batches: PackBatches, *, around_epoch: Callable[[int], AbstractContextManager[Any]] = nullcontext
@@ -189,11 +189,11 @@ class FollowsSchedule:
         `set_initial_training_values` and `_init_training_state`, then `_run_epoch` for each epoch,
         and `get_batch_samples` for each step.
         """
-        folder = options.get("resume_from_checkpoint")
-        if folder is None:
+        if (folder := options.get("resume_from_checkpoint")) is None:
             self.pack_batches.restart()  # at its start already, unless this trainer has trained before
         else:
-            self.pack_batches.load_state_dict(read_saved_progress(Path(folder)))
+            with failing_together():
+                self.pack_batches.load_state_dict(read_saved_progress(Path(folder)))
         self._progress.step = self.schedule.start.step
         return super()._inner_training_loop(*args, **options)  # type: ignore[misc]  # of the trainer's class
 
@@ -232,7 +232,9 @@ class FollowsSchedule:
 
         MismatchError is raised if the schedule expects other packs in this step.
         """
-        batches, num_items = super().get_batch_samples(batches_left, num_batches, *args)  # type: ignore[misc]
+        with self.reading_together():
+            batches = [*islice(batches_left, num_batches)]
+        batches, num_items = super().get_batch_samples(iter(batches), num_batches, *args)  # type: ignore[misc]
         refuse_other_packs(batches, islice(self._expected, num_batches))
         return batches, num_items
 
@@ -280,6 +282,7 @@ class ComputesPacks:
 
     accelerator: Any
     args: Any
+    reading_together: Callable[[], AbstractContextManager[None]]
     row_groups: RowGroups | None = None
     """Groups of ranks that share rows; None if each rank has rows of its own."""
 
@@ -301,6 +304,7 @@ class ComputesPacks:
             with sharing_by(1), replace_attributes(self, _evaluates_rows=True):  # each rank has other rows
                 return super().evaluation_loop(dataloader, *args, **options)  # type: ignore[misc]  # of the trainer's class
         self._evaluated = evaluated = _LossSums(dataloader.batch_sampler)
+        dataloader.reading = self.reading_together
         groups = self.row_groups
         whole = groups is not None and groups.packing_length is not None and not dataloader.batch_sampler.shares
         try:
@@ -462,10 +466,13 @@ class ServesPacks(KeepsCheckpoints, StopsAtNonFinite, ComputesPacks, LogsPacks, 
             SystemExit: SIGTERM ended training before its last step, on all ranks, after a
                 checkpoint was saved. The exit status is 143.
         """
-        last = get_last_checkpoint(self.args.output_dir) if resume_from_checkpoint is True else resume_from_checkpoint
-        if last:
-            self.last_save = str(last)
-            self._verify(Path(last))
+        with failing_together():
+            last = resume_from_checkpoint
+            last = get_last_checkpoint(self.args.output_dir) if last is True else last
+            require_same_on_ranks(self.args, {"checkpoint": last and Path(last).name})
+            if last:
+                self.last_save = str(last)
+                self._verify(Path(last))
         result = super().train(resume_from_checkpoint, *args, **options)  # type: ignore[misc]
         if self.was_terminated:
             text = "SIGTERM: saved a checkpoint at step {:,} of {:,}; resume_from_checkpoint {} continues from there"
@@ -487,7 +494,7 @@ class ServesPacks(KeepsCheckpoints, StopsAtNonFinite, ComputesPacks, LogsPacks, 
         stage = None if engine is None else engine.hf_ds_config.get_value("zero_optimization.stage", 0)
         fact = find_other_parts(folder, stage=stage, num_ranks=args.world_size)
         fact = fact or find_damage(folder, share=args.process_index, num_shares=args.world_size)
-        if fact := next(filter(None, gather_object([fact])), None):
+        if fact := next(filter(None, gather_from_ranks(fact)), None):
             older = name_older(folder) if fact.endswith(COPY_AGAIN) else ""
             raise ArgumentError("host", f"{folder} cannot be resumed from: {fact}{older}")
 
@@ -568,9 +575,7 @@ class ServesPacks(KeepsCheckpoints, StopsAtNonFinite, ComputesPacks, LogsPacks, 
         # Only one of the ranks that share a row counts its tokens.
         batches = [one if self.counts(one) else _without_labels(one) for one in batches]
         num_items = super()._get_num_items_in_batch(batches, *args, **options)  # type: ignore[misc]
-        if num_items is None or self._evaluates_rows:
-            return num_items
-        return torch.as_tensor(num_items).clamp(min=1)
+        return num_items if num_items is None or self._evaluates_rows else torch.as_tensor(num_items).clamp(min=1)
 
     def compute_loss(self, model: Any, inputs: dict[str, Any], *args: Any, **options: Any) -> Any:
         """Return the loss of a batch; pack indices are not passed to the model."""
@@ -581,8 +586,7 @@ class ServesPacks(KeepsCheckpoints, StopsAtNonFinite, ComputesPacks, LogsPacks, 
                 # Each batch of each rank adds a loss of routers: weight it by the batch's share.
                 share = count_supervised(inputs["labels"]) / float(num_items)
                 for owner in [config, *(one for one in self.model.modules() if _ROUTER in vars(one))]:
-                    weight = share * getattr(owner, _ROUTER, 0.0)
-                    stack.enter_context(replace_attributes(owner, **{_ROUTER: weight}))
+                    stack.enter_context(replace_attributes(owner, **{_ROUTER: (share * getattr(owner, _ROUTER, 0.0))}))
             return super().compute_loss(model, inputs, *args, **options)  # type: ignore[misc]
 
 
@@ -643,16 +647,15 @@ def require_same_on_ranks(args: Any, values: Mapping[str, Any], fault: PackplanE
     Args:
         args: Training arguments of this rank.
         values: Further values of this rank: name -> value. None counts as absent.
-        fault: Error of this rank, which every rank raises if nothing differs.
+        fault: Error of this rank, raised if nothing differs.
     """
-    own = {**flat_values(values), **shared_arguments(args.to_dict())}
     try:
-        found = gather_object([(own, fault)])
+        found = gather_from_ranks({**flat_values(values), **shared_arguments(args.to_dict())})
     except RuntimeError as error:
         fact = "another rank has ended or trains without a plan: see its error, and call use_plan on every rank"
         raise MismatchError("ranks_disagree", fact) from error
-    if differences := rank_differences([one for one, _ in found]):
+    if differences := rank_differences(found):
         fact = format_lines("the ranks differ; give all of them the same arguments and rows", differences)
         raise MismatchError("ranks_disagree", fact, {"differences": differences})
-    if fault := fault or next((one for _, one in found if one is not None), None):
+    if fault is not None:
         raise fault

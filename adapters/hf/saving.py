@@ -11,7 +11,7 @@ import os
 import signal
 import threading
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from fnmatch import fnmatch
 from pathlib import Path
 from types import FrameType
@@ -21,10 +21,11 @@ import torch
 from transformers import TrainerCallback, TrainerControl, TrainerState
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
-from packplan.adapters.files import hash_file, wrap_save_errors
+from packplan.adapters.files import hash_file, wrap_load_errors, wrap_save_errors
 from packplan.adapters.finite import not_finite_error
-from packplan.adapters.models import is_ruined, root_mean_square
+from packplan.adapters.models import is_ruined, load_by_model_class, root_mean_square
 from packplan.adapters.progress import BRIEF_S, progress
+from packplan.adapters.proof.steps import failing_together
 from packplan.adapters.trainer_state import COPY_AGAIN, STATE, add_digest_on_save, lacks_optimizer, read_trainer_state
 
 log = logging.getLogger(__name__)
@@ -37,6 +38,9 @@ the number of digest files, and the SHA-256 of each file in its rank's share of 
 
 _MARK = "packplan_digests"
 """Key in a trainer's state, which is present if the checkpoint was saved with digests."""
+
+_RESTORE = "restore the settings that it was trained with, or name another checkpoint"
+"""Advice if a checkpoint belongs to another model or optimizer."""
 
 _RESTARTS = (
     "%s has no state of the optimizer (save_only_model), so the optimizer and the learning-rate schedule start again, "
@@ -127,8 +131,16 @@ class KeepsCheckpoints:
         last_save: Folder of the last checkpoint that this run saved or resumes from, or None.
     """
 
+    checkpoint_key = "resume_from_checkpoint"
+    """Key that names the checkpoint in messages."""
+
+    loads_by_class = False
+    """Whether the class of a model loads its weights, unless they are sharded."""
+
     accelerator: Any
     args: Any
+    is_deepspeed_enabled: bool
+    is_fsdp_enabled: bool
     model: Any
     state: Any
     last_save: str | None = None
@@ -157,6 +169,32 @@ class KeepsCheckpoints:
     def wait_for_all(self) -> None:
         """Wait until every rank has called this method."""
         self._any_rank(False)  # noqa: FBT003  # only its arrival counts
+
+    def reading_together(self) -> AbstractContextManager[None]:
+        """Return the context of reading a batch, in which an error of one rank ends all ranks."""
+        return failing_together(self._any_rank)
+
+    @contextmanager
+    def loading_together(self, part: str) -> Iterator[None]:
+        """
+        Inside this context, an error of one rank that loads *part* of `last_save` ends all ranks.
+        """
+        fact = f"is {self.last_save}, whose {part} this run cannot load"
+        # Ranks of FSDP load together, so that one could not tell the others.
+        told = nullcontext() if self.is_fsdp_enabled else failing_together()
+        with told, wrap_load_errors(self.checkpoint_key, fact, _RESTORE):
+            yield
+
+    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
+        plain = self.accelerator.unwrap_model(model or self.model)
+        by_class = self.loads_by_class and not (self.is_fsdp_enabled or self.is_deepspeed_enabled)
+        with self.loading_together("weights"):
+            if not (by_class and load_by_model_class(plain, resume_from_checkpoint)):
+                super()._load_from_checkpoint(resume_from_checkpoint, model)  # type: ignore[misc]
+
+    def _load_optimizer_and_scheduler(self, *arguments: Any, **options: Any) -> None:
+        with self.loading_together("optimizer state"):
+            super()._load_optimizer_and_scheduler(*arguments, **options)  # type: ignore[misc]
 
     def _reduce_flag(self, flag: bool) -> bool:  # noqa: FBT001  # as in `RankGroup`
         return bool(self.accelerator.reduce(torch.tensor(float(flag), device=self.args.device)))
@@ -251,8 +289,9 @@ def find_damage(folder: Path, *, share: int, num_shares: int, remedy: str = COPY
             count = f" ({len(shares)} of {shares[0]['files']} found)" if shares else ""
             return f"its files of digests, {_DIGESTS}, are missing{count}: {remedy}"
         found = _hash_files(folder, stored, share=share, num_shares=num_shares)
-    except FileNotFoundError as error:
-        return f"its {Path(error.filename).name} is missing: {remedy}"
+    except OSError as error:
+        fact = "is missing" if isinstance(error, FileNotFoundError) else f"cannot be read ({error.strerror})"
+        return f"its {Path(error.filename or folder).name} {fact}: {remedy}"
     except (LookupError, ValueError, TypeError) as error:
         return f"its digests are damaged ({error}): {remedy}"
     damaged = [name for name, digest in found.items() if digest != stored[name]]

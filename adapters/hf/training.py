@@ -11,7 +11,6 @@ import attrs
 import numpy as np
 import torch
 import torch.nn.functional as F  # noqa: N812  # its usual name
-from accelerate.utils import gather_object
 from transformers import DataCollatorWithPadding, Trainer, default_data_collator
 
 from packplan.adapters.attention import using_native_attention
@@ -40,9 +39,10 @@ from packplan.adapters.loaders.rows import (
     token_type_columns,
 )
 from packplan.adapters.models import find_sharded_weight, replace_attributes
+from packplan.adapters.proof.steps import failing_together, gather_from_ranks
 from packplan.adapters.vision_tower import ensure_vision_forward
 from packplan.core.batch import IGNORED_LABEL, count_row_groups
-from packplan.core.errors import ArgumentError, ModelError, PackplanError, counted, format_lines
+from packplan.core.errors import ArgumentError, ModelError, counted, format_lines
 from packplan.core.schedule import EpochSchedule
 from packplan.core.surface import Plan
 from packplan.core.surface import plan as plan_lengths
@@ -57,6 +57,7 @@ _PLANNED_ARGUMENTS = (
 """Training arguments that decide the schedule of a plan."""
 
 
+@failing_together()
 def use_plan(
     trainer: Any,
     plan: Plan | int,
@@ -237,7 +238,7 @@ def _open_packs(
     eval_packs = None
     if eval_plan is not None:
         eval_plan, eval_packs = _plan_packs(trainer, trainer.eval_dataset, eval_plan)
-    if packs.facts is None and not any(gather_object([any(Path(trainer.args.output_dir).glob(f"*/{FACTS_FILE}"))])):
+    if packs.facts is None and not any(gather_from_ranks(any(Path(trainer.args.output_dir).glob(f"*/{FACTS_FILE}")))):
         packs.take_facts(_read_together(trainer, packs.source, decode=False))
     rows = "" if packs.facts is None else packs.facts.digest[:12]
     require_same_on_ranks(trainer.args, {"plan": plan.checksum[:12], "rows": rows})
@@ -266,25 +267,17 @@ def _load_facts(folder: str, num_rows: int, plan: str | None = None) -> RowFacts
     saved = read_saved_progress(Path(folder))
     facts = RowFacts.load(Path(folder), saved["data"])
     fits = facts is not None and len(facts.rows) == num_rows and plan in (None, saved["plan"])
-    return facts if all(gather_object([fits])) else None
+    return facts if all(gather_from_ranks(fits)) else None
 
 
 def _read_together(trainer: Any, source: RowSource, *, decode: bool) -> RowFacts:
     """
-    Read each row on one rank, and return the `RowFacts` of all rows. An error on one rank is raised
-    on every rank.
+    Read each row on one rank, and return the `RowFacts` of all rows. Every rank has to call this
+    inside `failing_together`.
     """
     args = trainer.args
     ranks: dict[str, Any] = {"rank": args.process_index, "world_size": args.world_size}
-    part: RowFacts | PackplanError
-    try:
-        part = source.read_facts(decode=decode, num_workers=args.dataloader_num_workers, **ranks)
-    except PackplanError as error:
-        part = error
-    parts = gather_object([part])
-    for one in parts:
-        if isinstance(one, PackplanError):
-            raise one
+    parts = gather_from_ranks(source.read_facts(decode=decode, num_workers=args.dataloader_num_workers, **ranks))
     if args.world_size > 1:  # each row was read by one rank: compare some rows that all ranks read
         shown = range(0, len(source.rows), max(1, (len(source.rows) - 1) // 2))
         digests = zip(shown, source.digests(shown, source.fetch(shown)), strict=True)
@@ -375,18 +368,20 @@ class _PlannedTraining(ServesPacks):
                 now = f"{len(rows):,} others" if hasattr(rows, "__len__") else type(rows).__name__
                 changed.append(f"{name} had {counted(len(packs.source.rows), 'row')}, now {now}")
         advice = "settings have changed after use_plan: build a new trainer with them, and call use_plan again"
-        fault = ArgumentError("host", format_lines(advice, changed)) if changed else None
-        require_same_on_ranks(self.args, {}, fault)
+        with failing_together():
+            fault = ArgumentError("host", format_lines(advice, changed)) if changed else None
+            require_same_on_ranks(self.args, {}, fault)
         return super().train(*args, **options)
 
     def _inner_training_loop(self, *args: Any, **options: Any) -> Any:
         """Train, after loading `RowFacts` from the resumed checkpoint, or reading the rows."""
         packs, folder, state = self.train_packs, options.get("resume_from_checkpoint"), self.pack_batches.state
-        if (facts := packs.facts) is None:  # `use_plan` found checkpoints, from which this run may go on
-            facts = _load_facts(folder, len(packs.source.rows), state.plan) if folder else None
-            packs.take_facts(facts := facts or _read_together(self, packs.source, decode=False))
-        require_supervised_rows(facts.num_supervised)
-        require_same_on_ranks(self.args, {"plan": state.plan[:12], "rows": facts.digest[:12]})
+        with failing_together():
+            if (facts := packs.facts) is None:  # `use_plan` found checkpoints, from which this run may go on
+                facts = _load_facts(folder, len(packs.source.rows), state.plan) if folder else None
+                packs.take_facts(facts := facts or _read_together(self, packs.source, decode=False))
+            require_supervised_rows(facts.num_supervised)
+            require_same_on_ranks(self.args, {"plan": state.plan[:12], "rows": facts.digest[:12]})
         self.pack_batches.state = attrs.evolve(state, data=facts.digest)
         return super()._inner_training_loop(*args, **options)
 

@@ -179,8 +179,7 @@ def set_isolating_attention(
     attn_impl = AUTO if named == NAME else named
     on_cpu = next(model.parameters()).device.type == "cpu"
     verdict = probe_small_copy(config, attn_impl=attn_impl, on_cpu=on_cpu)
-    flash = find_spec("flash_attn") is not None
-    choice = choose_attention(attn_impl, verdict, flash_installed=flash, on_cpu=on_cpu)
+    choice = choose_attention(attn_impl, verdict, flash_installed=find_spec("flash_attn") is not None, on_cpu=on_cpu)
     if choice.leak is not None:
         raise ModelError.for_leak(verdict.model_type, named, choice.leak)
     if attn_impl == AUTO and choice.loaded_backend != config._attn_implementation:  # noqa: SLF001  # has no public name
@@ -307,8 +306,7 @@ def _longest_probe(config: Any) -> int:
     Return the number of tokens of the probe's longest row, which exceeds the local attention window
     of a bidirectional model.
     """
-    window = getattr(config, "local_attention", 0) if is_bidirectional(config) else 0
-    return max(_LONGEST, window + 3)
+    return max(_LONGEST, (getattr(config, "local_attention", 0) if is_bidirectional(config) else 0) + 3)
 
 
 def _trial_masks(model: Any) -> Iterator[tuple[str, torch.Tensor]]:

@@ -10,7 +10,8 @@ train packs.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from itertools import zip_longest
 from typing import Any
 
@@ -140,8 +141,7 @@ class RowsOfPacks(Dataset[PackOfRows]):
         Store *facts*, with which rows are compared when they are served; StaleError if a length
         differs from the plan.
         """
-        other = np.flatnonzero((facts.lengths != self.lengths) & (facts.lengths != UNKNOWN))
-        for index in other[:1].tolist():
+        for index in np.flatnonzero((facts.lengths != self.lengths) & (facts.lengths != UNKNOWN))[:1].tolist():
             refuse_other_lengths({index: int(self.lengths[index])}, [int(facts.lengths[index])])
         rows = facts.rows.copy()
         rows["length"] = self.lengths  # also for rows whose files were not decoded
@@ -247,6 +247,9 @@ class PackLoader(DataLoader[Any]):
     wait_seconds = 0.0
     """Seconds in which training has waited for batches, or made batches in its own process."""
 
+    reading: Callable[[], AbstractContextManager[None]] = nullcontext
+    """Function that returns the context in which each batch is read."""
+
     def __init__(self, packs: Any, args: Any, **options: Any) -> None:
         self.device = args.device
         names = ("num_workers", "pin_memory", "persistent_workers", "prefetch_factor")
@@ -261,10 +264,13 @@ class PackLoader(DataLoader[Any]):
             return super()._get_iterator()
 
     def __iter__(self) -> Iterator[Any]:  # type: ignore[override]  # no loader needs a class of iterators
-        started = time.perf_counter()
-        for batch in super().__iter__():
-            if isinstance(batch, PackplanError):
-                raise batch
+        started, batches = time.perf_counter(), super().__iter__()
+        while True:
+            with self.reading():
+                if isinstance(batch := next(batches, None), PackplanError):
+                    raise batch
+            if batch is None:
+                return
             moved = send_to_device(batch, self.device)
             self.wait_seconds += time.perf_counter() - started
             yield moved

@@ -145,8 +145,7 @@ class WatchedPass:
             result: Node of a tensor that the pass has computed.
             readers: Indices of the samples to test; None takes all.
         """
-        drawn = torch.randn(result.example.shape, generator=torch.Generator().manual_seed(_SEED))
-        weights = drawn.to(result.example)
+        weights = torch.randn(result.example.shape, generator=torch.Generator().manual_seed(_SEED)).to(result.example)
         for reader in range(len(self.packed.places)) if readers is None else readers:
             largest = self._gradient_sizes(result, reader, weights)
             others = {number: size for number, size in enumerate(largest) if number != reader and size != 0}

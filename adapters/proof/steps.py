@@ -16,7 +16,7 @@ import copy
 import inspect
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from functools import partial
 from typing import Any
 
@@ -32,13 +32,16 @@ from packplan.adapters.proof.batches import Sample, next_tokens, without_labels
 from packplan.adapters.proof.checks import refuse_sharded_weights
 from packplan.adapters.proof.comparison import Outcome, allow_for_cancelling, compare, difference_limit, run_alone
 from packplan.core.batch import IGNORED_LABEL
-from packplan.core.errors import ArgumentError, MismatchError, ModelError, counted
+from packplan.core.errors import ArgumentError, MismatchError, ModelError, PackplanError, RunError, counted
 
 _ENGINES = ("DEEPSPEED", "FSDP", "MEGATRON_LM")
 """Distributed types of accelerate that shard a model over ranks."""
 
 _RANDOM = re.compile("drop|noise")
 """Name pattern of attributes that are rates of dropout or noise."""
+
+_TOLD = "is_told"
+"""Attribute of an error that all ranks know."""
 
 _SHARING = ("tp_size", "cp_size", "sp_size")
 """Names of settings of accelerate by which ranks share rows."""
@@ -287,12 +290,47 @@ def has_ranks() -> bool:
 
 
 def gather_from_ranks(value: Any) -> list[Any]:
-    """Return the values of all ranks, in rank order. Every rank has to call this function."""
+    """
+    Return the values of all ranks, in rank order. Every rank has to call this function.
+
+    RunError is raised if another rank has failed inside `failing_together`.
+    """
     if not has_ranks():
         return [value]
     found = [value] * dist.get_world_size()
     dist.all_gather_object(found, value)
+    for failure in (one for one in found if isinstance(one, RunError)):
+        vars(failure)[_TOLD] = True
+        raise failure
     return found
+
+
+@contextmanager
+def failing_together(any_rank: Callable[[bool], bool] | None = None) -> Iterator[None]:
+    """
+    Raise an error of one rank on all ranks, at their next `gather_from_ranks` or at the end. Under
+    NCCL, they would wait in their next collective until its timeout.
+
+    Every rank has to enter this context. Inside, ranks may exchange values only by
+    `gather_from_ranks`.
+
+    Args:
+        any_rank: Function that returns whether a flag is set on any rank. With it, ranks exchange
+            only a flag unless one of them has failed, and may exchange nothing inside.
+    """
+    try:
+        yield
+        if any_rank is None or any_rank(False):  # noqa: FBT003  # this rank has not failed
+            gather_from_ranks(None)
+    except Exception as error:
+        if has_ranks() and not vars(error).get(_TOLD):
+            vars(error)[_TOLD] = True
+            advice = "; let every rank read the same files" if isinstance(error, OSError) else ""
+            text = str(error) if isinstance(error, PackplanError) else f"{type(error).__name__}: {error}{advice}"
+            with suppress(RunError, RuntimeError):  # of a rank that has failed, too, or has ended
+                if any_rank is None or any_rank(True):  # noqa: FBT003  # this rank has failed
+                    gather_from_ranks(RunError("rank_gone", f"rank {dist.get_rank()} failed: {text}"))
+        raise
 
 
 @contextmanager

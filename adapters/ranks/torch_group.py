@@ -184,6 +184,17 @@ class TorchGroup:
             self._heartbeat.stop()
             self._heartbeat = None
 
+    def find_cause(self, error: Exception) -> Exception:
+        """
+        Return an error with the reason why another rank has ended, if that rank wrote it to the
+        store; else *error*.
+        """
+        with suppress(dist.DistError):
+            if getattr(error, "kind", "") == "rank_gone" and self._wait_store.check([DIED]):
+                reason = self._wait_store.get(DIED).decode()
+                return RunError("rank_gone", f"{reason}; so rank {self.rank} cannot continue")
+        return error
+
     def report_failure(self, error: Exception) -> None:
         """
         Write the error that ends this rank to the store, where waiting ranks read it.

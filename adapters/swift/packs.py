@@ -149,8 +149,7 @@ class PlannedPacks(Dataset[PackOfRows]):
         lengths = [count_tokens(length) for length in dataset["lengths"]]
         self.plan: Plan = plan(lengths, packing_length or template.max_length, algorithm=ALGORITHMS[packing_strategy])
         starts = self.plan.packs.offsets[:-1]
-        tokens = np.add.reduceat(self.plan.lengths[self.plan.packs.indices], starts)
-        self.packed_length: list[int] = tokens.tolist()
+        self.packed_length: list[int] = np.add.reduceat(self.plan.lengths[self.plan.packs.indices], starts).tolist()
 
     @cached_property
     def facts(self) -> RowFacts:
@@ -201,5 +200,4 @@ class PackCollator:
 
     def __call__(self, packs: list[PackOfRows]) -> dict[str, Any]:
         """Return the model's inputs for a batch of packs, and the pack indices under `PACK`."""
-        indices = [rows.pack for rows in packs]
-        return {**self._collate(list(packs)), PACK: indices}
+        return {**self._collate(list(packs)), PACK: [rows.pack for rows in packs]}

@@ -8,13 +8,13 @@ from typing import Any, Literal
 
 import attrs
 import swift
-from accelerate.utils import gather_object
 from swift.arguments import SftArguments
 from swift.pipelines.train import sft
 from swift.utils import is_master
 
 from packplan.adapters.loaders.rows import require_supervised_rows
 from packplan.adapters.models import set_media_token_ids
+from packplan.adapters.proof.steps import failing_together, gather_from_ranks
 from packplan.adapters.swift.command import (
     loading_rows,
     prepare_arguments,
@@ -97,7 +97,8 @@ def install(
     pipeline._encode_dataset, pipeline._post_process_datasets = _as_method(steps.encode), _as_method(steps.pack)  # noqa: SLF001
     pipeline._get_dataset = _as_method(partial(_load_rows, pipeline._get_dataset))  # noqa: SLF001
     # It reads the first pack.
-    pipeline.train, pipeline._show_dataset = _as_method(steps.train), _as_method(pipeline._show_dataset)  # noqa: SLF001
+    show = failing_together()(pipeline._show_dataset)  # noqa: SLF001
+    pipeline.train, pipeline._show_dataset = _as_method(steps.train), _as_method(show)  # noqa: SLF001
 
 
 def _as_method(step: Callable[..., Any]) -> Callable[..., Any]:
@@ -188,6 +189,7 @@ class _PlannedPipeline:
                 self._report_left_out(pipeline.args, name, num - kept, num, bad)
         return [rows for rows, _ in found]
 
+    @failing_together()
     def _take_stored(self, pipeline: Any, data_sets: Sequence[Any]) -> list[KeptRows] | None:
         """
         Return data sets with their stored lengths, and their bad rows; None if any rank has no
@@ -201,7 +203,7 @@ class _PlannedPipeline:
             rows = self.take_stored(pipeline, data_sets)
         except (PackplanError, OSError) as error:  # each rank has to reach the next line
             reason = "" if isinstance(error, NotBuiltError) else str(error)
-        found = gather_object([(rows is not None, reason)])
+        found = gather_from_ranks((rows is not None, reason))
         if not all(fits for fits, _ in found):
             if reason := next((text for _, text in found if text), ""):
                 report(f"warning: all rows are measured again: {reason}")
@@ -224,6 +226,7 @@ class _PlannedPipeline:
             raise DataSetError(f"{text}. To leave them out, pass --allow-left-out {percent} to packplan plugin swift")
         report(f"warning: {text}")
 
+    @failing_together()
     def pack(self, pipeline: Any, data_sets: list[Any]) -> list[Any]:
         """
         Return each data set as `PlannedPacks`, or unpacked if `--packing` is not set.

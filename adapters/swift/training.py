@@ -12,7 +12,7 @@ from packplan.adapters.hf.following import ServesPacks, insert_base_class, requi
 from packplan.adapters.hf.packed_calls import Unpadding
 from packplan.adapters.hf.refusals import find_plan_conflicts
 from packplan.adapters.hf.unpad import separate_samples, unpad
-from packplan.adapters.models import load_by_model_class
+from packplan.adapters.proof.steps import failing_together
 from packplan.adapters.swift.packs import PackCollator, PlannedPacks
 from packplan.adapters.vision_tower import SEEING
 from packplan.core.align import align_plan
@@ -25,6 +25,7 @@ _MODELS = ("model", "ref_model", "reward_model", "value_model", "teacher_model")
 """Attributes of an ms-swift pipeline that hold a model or a list of models."""
 
 
+@failing_together()
 def follow_plan(
     trainer: Any, *, attn_impl: str | None, row_ranks: int, degrees: int | Literal["auto"] = 1, check: bool = True
 ) -> EpochSchedule:
@@ -120,8 +121,7 @@ class _PlannedSwiftTraining(ServesPacks):
     """Mixin that makes a trainer of ms-swift load and train planned packs."""
 
     fixed_arguments = PREFERENCE_ARGUMENTS
-    is_fsdp_enabled: bool
-    is_deepspeed_enabled: bool
+    loads_by_class = True
     template: Any
 
     def _prepare_inputs(self, inputs: dict[str, Any]) -> dict[str, Any]:
@@ -135,9 +135,3 @@ class _PlannedSwiftTraining(ServesPacks):
         """
         with self.template.forward_context(self.model, inputs), super().prepared(inputs) as prepared:
             yield prepared
-
-    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
-        plain = self.accelerator.unwrap_model(model or self.model)
-        sharded = self.is_fsdp_enabled or self.is_deepspeed_enabled
-        if sharded or not load_by_model_class(plain, resume_from_checkpoint):
-            super()._load_from_checkpoint(resume_from_checkpoint, model)  # type: ignore[misc]

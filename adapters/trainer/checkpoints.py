@@ -98,12 +98,14 @@ def find_checkpoint(
             causes = other.fact.split("\n  ")[1:]
             reason = f"of another run: {'; '.join(causes[:_MOST_NAMED])}"
         reason = reason or _find_damage(folder, group, "copy it again" if checkpoint == "last" else _AGAIN)
-        if not group.any(reason is not None) and isinstance(found, Checkpoint):
+        reasons = group.gather(reason or "")
+        if not any(reasons) and isinstance(found, Checkpoint):
             _warn_of_passed(passed)
             return found
         if stale is not None and checkpoint != "last":
             raise stale
-        reason = reason or "but another rank cannot read it as it was saved: see the message of that rank"
+        elsewhere = (f"but on rank {rank}, {text.removeprefix('but ')}" for rank, text in enumerate(reasons) if text)
+        reason = reason or next(elsewhere)
         if checkpoint != "last":
             raise ConfigError.for_key(CHECKPOINT_KEY, f"is {checkpoint}, {reason}")
         passed.setdefault(reason, []).append(folder)
@@ -180,7 +182,7 @@ def _read_checkpoint(folder: Path, state_class: type) -> Checkpoint[Any] | str:
             return _OTHER_VARIANT
         resume_state: Any = from_plain(state_class, unseal(progress))
         require_same_step(folder, state, resume_state.progress.step)
-    except (CorruptArtefactError, ValueError) as error:
+    except (CorruptArtefactError, OSError, ValueError) as error:
         return f"but its {STATE} is damaged: {getattr(error, 'reason', error)}"
     if not has_digests(folder):
         return "but it holds only weights (save_only_model): to start again from them, set model.model to this folder"

@@ -53,7 +53,6 @@ from swift.trainers.patcher import PrinterCallbackNew, ProgressCallbackNew
 from transformers import TrainerCallback, TrainerControl, TrainerState
 
 from packplan.adapters.attention.packed_row import prepend_text_positions
-from packplan.adapters.files import wrap_load_errors
 from packplan.adapters.finite import StopsAtNonFinite
 from packplan.adapters.hf.following import ComputesPacks, FollowsSchedule
 from packplan.adapters.hf.saving import KeepsCheckpoints
@@ -72,9 +71,6 @@ from packplan.core.schedule import PackStats
 
 PLAIN_LOSS = {"router_aux_loss_coef": 0.0, "enable_dft_loss": False}
 """Values of ms-swift's training arguments that reduce the loss to the cross entropy."""
-
-_RESTORE = "restore the settings that it was trained with, or name another checkpoint"
-"""Advice if a checkpoint belongs to another model or optimizer."""
 
 
 class SkipDuplicateFinalEval(TrainerCallback):
@@ -113,6 +109,8 @@ class CheckedTrainer(KeepsCheckpoints, StopsAtNonFinite, ComputesPacks, TimesSte
             as one.
         has_supervised: Whether any step so far had a token whose weight in the loss is above 0.
     """
+
+    checkpoint_key, loads_by_class = CHECKPOINT_KEY, True
 
     def __init__(
         self,
@@ -215,8 +213,7 @@ class CheckedTrainer(KeepsCheckpoints, StopsAtNonFinite, ComputesPacks, TimesSte
 
     def _load_optimizer_and_scheduler(self, *arguments: Any, **options: Any) -> None:
         needed = {*chain(*self.optimizer.param_groups)}
-        fact = f"is {self.last_save}, whose optimizer state this run cannot load"
-        with wrap_load_errors(CHECKPOINT_KEY, fact, _RESTORE):
+        with self.loading_together("optimizer state"):
             super()._load_optimizer_and_scheduler(*arguments, **options)
             # The first step would fail on missing settings.
             if lacking := sorted(needed.difference(*self.optimizer.param_groups)):
@@ -270,23 +267,10 @@ class CheckedTrainer(KeepsCheckpoints, StopsAtNonFinite, ComputesPacks, TimesSte
         finally:
             self.template.remove_post_encode_hook()
 
-    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
-        fact = f"is {resume_from_checkpoint}, whose weights this run cannot load"
-        with wrap_load_errors(CHECKPOINT_KEY, fact, _RESTORE):
-            if not self._load_strictly(resume_from_checkpoint, model or self.model):
-                super()._load_from_checkpoint(resume_from_checkpoint, model)
-
     def _load_best_model(self) -> None:
-        if not self._load_strictly(self.state.best_model_checkpoint, self.model):
+        best, plain = self.state.best_model_checkpoint, self.accelerator.unwrap_model(self.model)
+        if best is None or self.is_sharded or not load_by_model_class(plain, best):
             super()._load_best_model()
-
-    def _load_strictly(self, checkpoint: str | None, model: Any) -> bool:
-        """
-        Load a checkpoint's full weights with the model's own class, if possible. Return whether
-        they were loaded.
-        """
-        plain = self.accelerator.unwrap_model(model)
-        return checkpoint is not None and not self.is_sharded and load_by_model_class(plain, checkpoint)
 
 
 class PlanTrainer(LogsPacks, FollowsSchedule, CheckedTrainer):

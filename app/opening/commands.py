@@ -118,8 +118,7 @@ def resolve_command(words: Sequence[str], *, world_size: int | None = None, degr
     with loading_libraries():
         from packplan.adapters.swift.command import COMMANDS, DATA_SETS, read_command
 
-    known = [field.name for field in fields(COMMANDS[task][0])]
-    if unknown := [*_unknown_flags(arguments, known)]:
+    if unknown := [*_unknown_flags(arguments, [field.name for field in fields(COMMANDS[task][0])])]:
         raise ConfigError(COMMAND, tuple(unknown))
     count = partial(_count_started_ranks, launcher)
     plain, run = read_command(task, arguments, world_size=world_size, count_started=count, degrees=degrees)

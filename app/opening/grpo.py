@@ -68,8 +68,7 @@ def train(config: RlConfig, group: RankGroup, *, quiet: bool = False) -> GRPOTra
         reason = f"is last, but {folder} has no checkpoint: remove the key to begin at step 1"
         raise ConfigError.for_key(_CHECKPOINT_KEY, reason)
     if checkpoint is not None:
-        engine = config.grpo.get("deepspeed")
-        refuse_other_parts(_CHECKPOINT_KEY, checkpoint, engine, num_ranks=group.world_size)
+        refuse_other_parts(_CHECKPOINT_KEY, checkpoint, config.grpo.get("deepspeed"), num_ranks=group.world_size)
         facts = group.gather(find_damage(Path(checkpoint), share=group.rank, num_shares=group.world_size) or "")
         if fact := next(filter(None, facts), None):
             raise ConfigError.for_key(_CHECKPOINT_KEY, f"is {checkpoint}, but {fact}")
@@ -77,6 +76,7 @@ def train(config: RlConfig, group: RankGroup, *, quiet: bool = False) -> GRPOTra
         disable_progress_bar()
     trainer, hooks, counts = open_trainer(config, quiet=quiet)
     disable_progress_bar()  # transformers' bar of weight files that are written
+    group.wait_for_all()  # a rank that has failed would be missed only in a collective of TRL
     insert_base_class(trainer, KeepsCheckpoints)
     trainer.keep_checkpoints(replaces_handler=True)
     with wrap_save_errors(Path(folder)):

@@ -85,11 +85,15 @@ def open_rank_group(settings: Mapping[str, Any], *, use_cpu: bool = False) -> It
             if isinstance(group, TorchGroup):
                 group.leave()
     except Exception as error:
-        if isinstance(group, TorchGroup):
-            if group.rank == 0:
-                print_once(error)  # before a launcher ends this rank, since another one has ended
-            group.report_failure(error)
-        raise
+        if not isinstance(group, TorchGroup):
+            raise
+        cause = group.find_cause(error)
+        if group.rank == 0:
+            print_once(cause)  # before a launcher ends this rank, since another one has ended
+        group.report_failure(cause)
+        if cause is error:
+            raise
+        raise cause from error
 
 
 def _rank_values(config: RunConfig, options: Mapping[str, Any]) -> dict[str, str]:

@@ -93,8 +93,7 @@ def open_checkpoint(config: RunConfig, group: RankGroup, kind: type[State]) -> C
         StaleError: The checkpoint was trained with another model, loss or settings.
         RunError: Ranks found different checkpoints.
     """
-    training = config.training
-    if training.resume_from_checkpoint is None:
+    if config.training.resume_from_checkpoint is None:
         return None
     now = identity_of_run(config)
     return _find_checkpoint(config, group, kind, lambda state: state.identity.fixed.differences(now.fixed))

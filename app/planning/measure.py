@@ -140,8 +140,7 @@ def describe_changed_records(split: Split) -> str:
     if not changed.size:
         return "records were moved or removed"
     number = f"{changed.size:,} of {counted(min(len(stored), len(current)), 'record')}"
-    first = split.source.location(int(changed[0]))
-    return f"{number} {verb_for(changed.size)} new or changed, the first is {first}"
+    return f"{number} {verb_for(changed.size)} new or changed, the first is {split.source.location(int(changed[0]))}"
 
 
 def _measure_and_audit(split: Split, stored: StoredRows, bad: BadRecords, report: ReportProgress) -> Table:

@@ -212,8 +212,7 @@ def plan_epochs(
         known = {one.epoch: one for one in plans.load_epochs(key)}
         whole, records = _record_epochs(planner, split, schedule, known, report)
         plans.save_epochs(key, records, whole)
-        text = json.dumps([attrs.asdict(one) for one in records])
-        return {"records": np.frombuffer(text.encode(), dtype=np.uint8)}
+        return {"records": np.frombuffer(json.dumps([attrs.asdict(one) for one in records]).encode(), dtype=np.uint8)}
 
     rows = json.loads(ranks.build_on_rank_zero(split.stores.lock, plan_and_store)["records"].tobytes())
     epochs = PlannedEpochs(planner, tuple(EpochRecord(**row) for row in rows), split.works)

@@ -69,14 +69,14 @@ def test_every_file_is_digested_by_one_rank(tmp_path_factory, contents, world_si
     assert sorted(expected.items()) == sorted(pair for one in kept for pair in one["digests"].items())
 
 
-def find(wanted: object, folder: object = "", *, rank=0, world_size=1, other=False, **options):
-    """Find a checkpoint as one of some ranks, of which another one has this flag."""
-    group = SimpleNamespace(rank=rank, world_size=world_size, any=lambda flag: flag or other)
+def find(wanted: object, folder: object = "", *, rank=0, world_size=1, other="", **options):
+    """Find a checkpoint as the first or second one of some ranks, of which the first says this."""
+    group = SimpleNamespace(rank=rank, world_size=world_size, gather=lambda reason: (other, reason))
     return find_checkpoint(str(wanted), str(folder), group=group, **options)
 
 
 @pytest.mark.parametrize(
-    ("rank", "says"), [(0, "its model.safetensors is damaged"), (1, "another rank cannot read it")]
+    ("rank", "says"), [(0, "its model.safetensors is damaged"), (1, "but on rank 0, its optimizer.pt is gone")]
 )
 def test_ranks_take_the_same_checkpoint(tmp_path: Path, rank, says):
     """Each reads its share alone, and neither takes what the other one found damaged."""
@@ -87,7 +87,7 @@ def test_ranks_take_the_same_checkpoint(tmp_path: Path, rank, says):
     (tmp_path / "model.safetensors").write_bytes(b"Weights" * 9)
 
     with pytest.raises(ConfigError, match=says):
-        find(tmp_path, rank=rank, world_size=2, other=rank == 1)
+        find(tmp_path, rank=rank, world_size=2, other="but its optimizer.pt is gone" * rank)
 
 
 def test_a_checkpoint_without_digests_is_warned_of(tmp_path: Path, caplog):

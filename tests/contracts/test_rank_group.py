@@ -122,6 +122,16 @@ def tell(group) -> None:
     group.gather("mine")
 
 
+def tell_in_collective(group) -> None:
+    """Fail on rank 1, which other ranks notice only by the end of its process."""
+    if group.rank == 1:
+        tell(group)
+    try:
+        group.wait_for_all()
+    except PackplanError as error:
+        raise group.find_cause(error) from error
+
+
 def wait_until_told(group) -> None:
     """Wait on other ranks until rank 0 says what it does, where waiting is what is tested."""
     while group.rank and not (
@@ -132,7 +142,7 @@ def wait_until_told(group) -> None:
 
 LOSSES = {
     "lonely": partial(lose, 1), "works": lose_in_worker, "backward": lose_in_backward, "compares": lose_in_comparison,
-    "tells": tell, "slow": wait_until_told,
+    "tells": tell, "told in a collective": tell_in_collective, "slow": wait_until_told,
 }  # fmt: skip
 """Scene -> what ranks do before rank 0 builds, while one of them may end."""
 
@@ -199,7 +209,10 @@ LOST = r"RunError: another rank has ended, so rank 0 cannot continue: [A-Z][^.\n
         ("joins", True, 0, "RunError: another rank has ended.*"),
         ("compares", False, 1, "RunError: another rank has ended.*"),
         ("refuses", True, 0, f"RunError: rank 1 refuses the run: {SHORT}; .*set training.*"),
-        ("tells", True, 0, f"RunError: rank 1 failed: {SHORT}; .*set training.*"),
+        *(
+            (scene, True, 0, f"RunError: rank 1 failed: {SHORT}; .*set training.*")
+            for scene in ("tells", "told in a collective")
+        ),
     ],
 )
 def test_a_rank_that_ends_is_missed_with_its_reason(*, play, agent, scene, by_agent, rank, says):

@@ -2,6 +2,7 @@
 
 import os
 import re
+import shutil
 import signal
 from collections import Counter
 from contextlib import nullcontext
@@ -16,7 +17,16 @@ import packplan as pp
 from packplan.adapters.hf import following, telemetry, training
 from packplan.adapters.loaders.packs import PackInputs, flatten
 from packplan.adapters.loaders.rows import FACTS_FILE, pad_rows
-from packplan.core.errors import ArgumentError, CorruptArtefactError, MismatchError, ModelError, RunError, StaleError
+from packplan.core.errors import (
+    ArgumentError,
+    ConfigError,
+    CorruptArtefactError,
+    MismatchError,
+    ModelError,
+    RunError,
+    StaleError,
+    UserError,
+)  # fmt: skip
 from packplan.hf import row_lengths, unpad, use_plan
 from tests.hosts.law import CELLS, CONFIGS, PACKING_LENGTH, cell_of, fork_ranks, main, model_of, rows_of, trainer_of
 from tests.processes import ROOT
@@ -630,11 +640,62 @@ def train_other_runs(rank, out):
     refused("rows of train_dataset: 20 on rank 0; 21 on rank 1$", ROWS[: 20 + rank], PACKING_LENGTH)
     refused("digest of row 0: .* on rank 0; .* on rank 1\n", ROWS[rank : 20 + rank], PACKING_LENGTH)
     refused("packing length of plan: 64 on rank 0; 65 on rank 1$", plan=PACKING_LENGTH + rank)
-    refused("compute_metrics is set", metrics=len if rank else None, row_ranks=2, error=ArgumentError)
+    refused(
+        "compute_metrics is set", metrics=len if rank else None, row_ranks=2, error=ArgumentError if rank else RunError
+    )
     (out / f"ended{rank}").touch()
 
 
-@pytest.mark.parametrize("run", [train_with_a_fault_on_one_rank, train_other_runs])
+class RowsOnDisk(list):
+    """Rows on a disk that may fail."""
+
+    fails = False
+
+    def __getitem__(self, index):
+        if self.fails:
+            raise OSError(5, "Input/output error", "rows.arrow")
+        return super().__getitem__(index)
+
+
+def read_what_one_rank_cannot(rank, out):
+    """Fail on the second rank alone wherever files are read; both ranks name rank and file."""
+    rows, saves = RowsOnDisk(ROWS), {"model": model_of("qwen2", "packplan"), **SAVES, "max_steps": 2}
+
+    def ends(says, run, *given, error=OSError, **options):
+        with pytest.raises(error if rank else RunError, match=says if rank else f"rank 1 failed: .*{says}"):
+            run(*given, **options)
+
+    trainer = follow_plan(out / "run", rows, eval_plan=PLAN, **saves)
+    trainer.train()
+    rows.fails = rank == 1
+    ends("rows.arrow", trainer.evaluate)
+    ends("rows.arrow", trainer.train)
+    ends("rows.arrow", follow_plan, out / "run", rows, PACKING_LENGTH, **saves)
+    (out / "none").mkdir(exist_ok=True)
+    rows.fails, trainer.args.output_dir = False, str(out / ("none" if rank else "run"))
+    with pytest.raises(MismatchError, match='checkpoint: "checkpoint-2" on rank 0; absent on rank 1'):
+        trainer.train(resume_from_checkpoint=True)
+    for name, (says, error) in DAMAGED.items():
+        shutil.copytree(out / "run" / "checkpoint-2", folder := out / f"{name}{rank}" / "checkpoint-2")
+        if rank:
+            (folder / name).write_bytes(b"x" * 8 + (folder / name).read_bytes()[8:])
+        ends(says, trainer.train, resume_from_checkpoint=str(folder), error=error)
+    trainer.train(resume_from_checkpoint=str(out / "run" / "checkpoint-2"))
+    (out / f"ended{rank}").touch()
+
+
+DAMAGED = {
+    "trainer_state.json": ("trainer_state.json", CorruptArtefactError),
+    "model.safetensors": (
+        "is .*checkpoint-2, whose weights this run cannot load: .*header too large; rest",
+        ConfigError,
+    ),
+    "scheduler.pt": (r"scheduler.pt is damaged|whose optimizer state this run cannot load: .*; rest", UserError),
+}
+"""File of a checkpoint -> message, and error of the rank whose copy of it is damaged."""
+
+
+@pytest.mark.parametrize("run", [train_with_a_fault_on_one_rank, train_other_runs, read_what_one_rank_cannot])
 def test_a_fault_of_one_rank_ends_all(run, apart, tmp_path):
     """With the rank's name, though the other one has given up its own comparison midway."""
     apart(fork_ranks, 2, run, tmp_path, folder=tmp_path)

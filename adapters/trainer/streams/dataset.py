@@ -196,5 +196,4 @@ class StreamCollator:
         (item,) = items
         if isinstance(item, (ReaderEnd, PackplanError)):
             return item
-        lengths = tuple(sample["length"] for sample in item)
-        return {**self.collate([item]), LENGTHS: lengths, PROGRESS: item.progress}
+        return {**self.collate([item]), LENGTHS: tuple(sample["length"] for sample in item), PROGRESS: item.progress}

@@ -134,7 +134,8 @@ class StreamTrainer(CheckedTrainer):
         """
         del num_batches  # a guess of the trainer
         size, batches = self.args.gradient_accumulation_steps, self._note_progress(epoch_iterator)
-        window = list(islice(batches, size))
+        with self.reading_together():
+            window = list(islice(batches, size))
         if self.group.any(len(window) < size) if self.options.drop_last else not self.group.any(bool(window)):
             self._left_over = [batch[LENGTHS] for batch in chain(window, batches)]
             if self.state.global_step == self._first_step:
