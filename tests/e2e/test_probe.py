@@ -164,8 +164,7 @@ def stiff(model):
 
 def remember_a_span(model):
     """Leak as far as a key says that no rule knows."""
-    span = getattr(model.config, "memory_span", None) or model.config.spans[0]
-    at_the_end(partial(leak_beyond, span))(model)
+    at_the_end(partial(leak_beyond, getattr(model.config, "memory_span", None) or model.config.spans[0]))(model)
 
 
 FAULTS = {

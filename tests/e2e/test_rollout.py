@@ -418,8 +418,7 @@ def test_ranks_with_unequal_data_train_all_of_it_also_on_other_ranks(server, wri
     weightless = [pack for pack in packs if not pack["samples"]]
     assert weightless
     assert {(0, 0)} == {(pack["weight"], pack["supervised"]) for pack in weightless}
-    steps = Counter(pack["step"] for pack in packs)
-    assert {2} == set(steps.values())
+    assert {2} == set(Counter(pack["step"] for pack in packs).values())
 
 
 BATCH_SIZES = range(1, 9)
@@ -479,8 +478,7 @@ def test_a_stopped_stream_is_saved_and_resumed_as_itself_alone(
     with caplog.at_level(logging.INFO):
         assert (3, True) == run(write_rollout(data, **keys), stopping)[:2]
     assert "SIGTERM: saved a checkpoint at step 3 of a run of 1 epoch" in caplog.text
-    checkpoint = tmp_path / "run" / "checkpoint-3"
-    logged = tmp_path / "run" / "logging.jsonl"
+    checkpoint, logged = tmp_path / "run" / "checkpoint-3", tmp_path / "run" / "logging.jsonl"
     (cut,) = [line for line in map(json.loads, logged.read_text().splitlines()) if "epoch_samples" in line]
     assert 0 < cut["epoch"] < 1
     assert 6 == cut["epoch_packs"]

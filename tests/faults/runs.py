@@ -96,8 +96,7 @@ class Forked(ForkProcess):
 
 def at_each_line(act: Callable[[int], None]) -> None:
     """From here on, act before this process executes a line of our own code."""
-    root = str(Path(__file__).parents[2] / "packplan")
-    executed = 0
+    root, executed = str(Path(__file__).parents[2] / "packplan"), 0
 
     def trace(frame, event, _):
         nonlocal executed

@@ -70,8 +70,7 @@ def noted(folder: Path, number: int) -> list[int]:
 @pytest.mark.parametrize("start", [start_pool, start_loader])
 def test_processes_end_with_the_parent_that_started_them(server, tmp_path, start):
     """Those that measure, waiting or busy; workers of a loader in the middle of a sample."""
-    parent = server.start(start, tmp_path, log=tmp_path / "log")
-    each_ends(tmp_path, parent.pid)
+    each_ends(tmp_path, server.start(start, tmp_path, log=tmp_path / "log").pid)
 
 
 VARIABLES = """
