@@ -234,9 +234,8 @@ class FollowsSchedule:
         """
         with self.reading_together():
             batches = [*islice(batches_left, num_batches)]
-        batches, num_items = super().get_batch_samples(iter(batches), num_batches, *args)  # type: ignore[misc]
-        refuse_other_packs(batches, islice(self._expected, num_batches))
-        return batches, num_items
+            refuse_other_packs(batches, islice(self._expected, num_batches))
+        return super().get_batch_samples(iter(batches), num_batches, *args)  # type: ignore[misc]
 
 
 @attrs.define(eq=False)

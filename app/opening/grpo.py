@@ -79,6 +79,7 @@ def train(config: RlConfig, group: RankGroup, *, quiet: bool = False) -> GRPOTra
     group.wait_for_all()  # a rank that has failed would be missed only in a collective of TRL
     insert_base_class(trainer, KeepsCheckpoints)
     trainer.keep_checkpoints(replaces_handler=True)
+    trainer.checkpoint_key, trainer.last_save = _CHECKPOINT_KEY, checkpoint
     with wrap_save_errors(Path(folder)):
         trainer.train(resume_from_checkpoint=checkpoint)
         if trainer.was_terminated:

@@ -191,8 +191,7 @@ def test_what_cannot_be_exported_is_refused(*, export, rows, order, words, tmp_p
 @each_export
 def test_samples_that_teach_nothing_are_counted(export, tmp_path, caplog):
     """Each once, whatever is repeated; nothing is written if they are all."""
-    rows = [row | {"labels": [-100] * len(row["input_ids"])} for row in ROWS]
-    plan = plan_of(ROWS)
+    rows, plan = [row | {"labels": [-100] * len(row["input_ids"])} for row in ROWS], plan_of(ROWS)
 
     export([ROWS[0], *rows[1:]], plan, tmp_path / "some", order=[*range(len(plan.packs)), 0])
 

@@ -1,4 +1,4 @@
-"""Runs `packplan sft` as a rank; a fault is `gradients`, `infinite` or `killed`."""
+"""Runs `packplan sft` as a rank; a fault is `gradients`, or of `FAULTS`."""
 
 import json
 import math
@@ -30,6 +30,7 @@ with loading_libraries():
     from packplan.app.opening.runs import read_config
     from packplan.app.planning import measure
     from packplan.app.sft import train as way
+    from packplan.core.errors import RecordError
     from tests.e2e import plugin_run
     from tests.e2e.alone import Gradients, silence
     from tests.e2e.ready import train
@@ -145,7 +146,19 @@ def kill_within_the_third_step(trainer: Any) -> None:
     trainer.training_step = training_step
 
 
-FAULTS = {"infinite": ruin_a_loss, "killed": kill_within_the_third_step}
+def lose_a_file(trainer: Any) -> None:
+    """Keep the second rank from reading a sample after the first step."""
+    encode = trainer.train_dataset.encoder.encode_planned
+
+    def encode_planned(index: int, table: Any) -> Any:
+        if trainer.group.rank == 1 and trainer.state.global_step:
+            raise RecordError("data.jsonl, line 7", "the image cannot be read", "mount its disk")
+        return encode(index, table)
+
+    trainer.train_dataset.encoder.encode_planned = encode_planned
+
+
+FAULTS = {"infinite": ruin_a_loss, "killed": kill_within_the_third_step, "lost": lose_a_file}
 """Fault -> function that plants it in a trainer."""
 
 

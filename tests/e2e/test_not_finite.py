@@ -83,13 +83,18 @@ def test_steps_that_a_loss_scaler_skips_are_none(prepared):
         run.trainer._get_grad_norm(run.trainer.model, math.inf)
 
 
-def test_all_ranks_end_together(server, write_run, tmp_path):
-    """Where the loss of one rank alone is none: the same reason everywhere, which rank 0 prints."""
+@pytest.mark.parametrize(
+    ("fault", "says", "elsewhere"),
+    [("infinite", "the loss of optimizer step 2 is inf, so the run ended", ""),
+     ("lost", "rank 1 failed: data.jsonl, line 7: the image cannot be read: mount its disk", "rank 1): data.jsonl")],
+)  # fmt: skip
+def test_all_ranks_end_together(server, write_run, tmp_path, fault, says, elsewhere):  # noqa: PLR0917  # fixtures
+    """Where one rank alone has a loss that is none, or loses a file; rank 0 prints the reason."""
     keys = {**KEYS, "effective_batch_size": 2, "packing_drop_last": False}
     path = write_run("qwen2", template={"max_length": 128}, training=keys)
-    ranks = server.ranks(2, rank_main.main, str(asked(path)), str(tmp_path), "infinite", folder=tmp_path)
+    ranks = server.ranks(2, rank_main.main, str(asked(path)), str(tmp_path), fault, folder=tmp_path)
 
     assert [2, 2] == finished(ranks)
-    assert "error (rank 0): the loss of optimizer step 2 is inf, so the run ended" in ranks[0].said
-    assert "error" not in ranks[1].said
+    assert f"error (rank 0): {says}" in ranks[0].said
+    assert f"error ({elsewhere}" in ranks[1].said if elsewhere else "error" not in ranks[1].said
     assert ["checkpoint-1"] == [path.name for path in (tmp_path / "run").glob("checkpoint-*")]

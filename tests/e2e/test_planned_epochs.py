@@ -77,8 +77,7 @@ def trained_samples(seen: list[dict], start: int, stop: int) -> Counter:
 def planner_of(path: Path) -> EpochPlanner:
     """Return the planner of a run whose plans are built."""
     config = read_config(path)
-    lengths = open_lengths(open_stores(config, "train"))
-    policy = policy_of_split(config, "train")
+    lengths, policy = open_lengths(open_stores(config, "train")), policy_of_split(config, "train")
     samples = lengths_of_records(policy, lengths.rows.table, lengths.origin.files)
     return EpochPlanner(policy, epoch_recipe(config, "train"), samples)
 

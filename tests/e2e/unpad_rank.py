@@ -225,8 +225,7 @@ def end_together(folder: str, how: str) -> None:
         model.model.register_forward_hook(roll)
     hooks = unpad(model)
     model, batch = DistributedDataParallel(model), batch_of(padded() if rank else padded() | 1)
-    optimizer = torch.optim.SGD(model.parameters())
-    before = model.module.lm_head.weight.clone()
+    optimizer, before = torch.optim.SGD(model.parameters()), model.module.lm_head.weight.clone()
     for _ in range(2):  # batches of a step
         model(**batch).loss.backward()
     if rank:

@@ -273,8 +273,7 @@ def test_a_plan_that_drops_much_of_the_data_is_shown_with_a_warning(store, docum
 
 def test_the_longest_pack_is_named_wherever_a_plan_is_shown(store, said, document, shown):
     """With the packs that exceed the length, and the key that would skip them."""
-    key = "training.packing_allow_single_long: false"
-    path = store(lengths=[*LENGTHS, 88, 89, 200])
+    key, path = "training.packing_allow_single_long: false", store(lengths=[*LENGTHS, 88, 89, 200])
 
     (line,) = [line for line in shown(path)["warnings"] if key in line]
     assert all(words in line for words in ("up to 200 tokens", "6, 18, 30, 42, 54, 60..62", "2 packs exceed"))

@@ -347,8 +347,7 @@ def fresh_trainer(out, **given):
 def test_sigterm_saves_a_checkpoint_from_which_the_run_goes_on(host, tmp_path, capsys):
     """After the running step, with the losses of a run that was not stopped."""
     whole = train_with(fresh_trainer(tmp_path / "whole", host=host))
-    before = signal.getsignal(signal.SIGTERM)
-    trainer = fresh_trainer(tmp_path / "run", host=host)
+    before, trainer = signal.getsignal(signal.SIGTERM), fresh_trainer(tmp_path / "run", host=host)
 
     first = train_with(trainer, on_step_begin=kill_in_third_step)
 

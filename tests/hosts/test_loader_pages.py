@@ -77,8 +77,7 @@ def test_lightning_goes_on_in_the_middle_of_an_epoch(reader, made):
 def test_accelerate_trains_each_pack_once_if_it_leaves_the_loader_alone(reader, made):
     """A loader that it prepares serves each rank a part of its packs; the run says so and ends."""
     at = reader("torch")
-    trained = trained_packs(at.run(at.commands[-1]))
-    page = at.folder / "train_accelerate.py"
+    trained, page = trained_packs(at.run(at.commands[-1])), at.folder / "train_accelerate.py"
     (built,) = re.findall(r"loader = (DataLoader\(.*\))  #", page.read_text())
     page.write_text(page.read_text().replace(built, f"accelerator.prepare({built})"))
     with at.typing(at.commands[-1]) as started:

@@ -287,8 +287,7 @@ CHANGED = {
 def test_a_loss_that_a_resume_would_change_is_refused(host, tmp_path):
     """Each setting is named, and so is another reference model; nothing is trained."""
     losses_of(trainer_of(host, tmp_path, max_steps=2, save_strategy="steps", save_steps=1))
-    changed = trainer_of(host, tmp_path, max_steps=2, **CHANGED[host])
-    names = [*CHANGED[host]]
+    changed, names = trainer_of(host, tmp_path, max_steps=2, **CHANGED[host]), [*CHANGED[host]]
     if host != "RewardTrainer":
         changed.ref_model.config.name_or_path, names = "other/model", [*names, "ref_model"]
     use_plan(changed, plan_of(changed))

@@ -144,8 +144,7 @@ def test_epochs_that_cannot_be_trained_are_refused():
 
 def test_works_are_those_of_the_samples_that_are_drawn():
     """An algorithm that packs by work gets the works of the epoch's samples, in their order."""
-    works = np.arange(40)[::-1] ** 2.0
-    lengths = np.where(np.arange(40) % 3, 0, np.arange(1, 41))
+    works, lengths = np.arange(40)[::-1] ** 2.0, np.where(np.arange(40) % 3, 0, np.arange(1, 41))
     policy = PlanPolicy(packing_length=60, algorithm="balanced", min_fill_ratio="0")
 
     plan = plan_epoch(EpochRecipe(), policy, RecordLengths(lengths=lengths, works=works), 0).raw

@@ -68,8 +68,7 @@ def test_the_limit_decides_lengths_only_where_the_template_cuts(strategy, one, o
     """`raise` truncates nothing, so the limit is no input of lengths then."""
     template = TemplateConfig(truncation_strategy=strategy, system="Look.")
     runs = [attrs.evolve(RUN, template=attrs.evolve(template, max_length=length)) for length in (one, other)]
-    inputs = [config_length_inputs(run) for run in runs]
-    cuts = strategy in {"left", "right"}
+    inputs, cuts = [config_length_inputs(run) for run in runs], strategy in {"left", "right"}
 
     assert (inputs[0] == inputs[1]) == (one == other or not cuts)
     assert "Look." == inputs[0]["template.system"]

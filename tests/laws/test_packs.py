@@ -33,8 +33,7 @@ def test_it_reads_like_the_list_of_lists_it_was_made_from(lists):
 @given(st.lists(st.integers(0, 6), max_size=40), st.integers(1, 9))
 def test_packs_from_labels_are_in_canonical_order(labels, block):
     """Neither the order of labels nor the size of sorted blocks matters."""
-    numbered = {label: number for number, label in enumerate(sorted(set(labels)))}
-    groups = {}
+    numbered, groups = {label: number for number, label in enumerate(sorted(set(labels)))}, {}
     for index, label in enumerate(labels):
         groups.setdefault(label, []).append(index)
 

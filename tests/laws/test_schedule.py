@@ -297,8 +297,7 @@ def test_the_ranks_of_a_block_have_the_same_pack_in_the_same_microbatch(schedule
 def test_every_pack_is_trained_once_but_for_the_remainder_of_the_smallest_degree(schedule):
     """As few slots as give all ranks as many; a larger pack only goes once no smaller is left."""
     for epoch in range(2):
-        degrees = schedule.pack_degrees(epoch)
-        taken = Counter(schedule.order(epoch).tolist())
+        degrees, taken = schedule.pack_degrees(epoch), Counter(schedule.order(epoch).tolist())
         times = np.array([taken[pack] for pack in range(degrees.size)]) / degrees
         changed, rest = degrees[times != 1], int(degrees.sum()) % schedule.world_size
         event(f"dropped: {(times < 1).any()}, repeated: {(times > 1).any()}")
