@@ -228,8 +228,7 @@ def changed_embeddings(model: torch.nn.Module, share: float) -> Iterator[None]:
     draw = torch.Generator().manual_seed(_SEED)
 
     def change(_: Any, __: Any, embedded: torch.Tensor) -> torch.Tensor:
-        signs = torch.randint(2, embedded.shape, generator=draw).to(embedded) * 2 - 1
-        return embedded * (1 + share * signs)
+        return embedded * (1 + share * (torch.randint(2, embedded.shape, generator=draw).to(embedded) * 2 - 1))
 
     with ExitStack() as hooks:
         for module in _embedding_modules(model):

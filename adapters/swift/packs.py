@@ -59,8 +59,7 @@ class RowFactsPreprocessor(AddLengthPreprocessor):  # type: ignore[misc]  # has 
                 raise
             encoded, reason = {"lengths": [0]}, f"{type(error).__name__}: {error}"
         digest, supervised = encoded_row_facts(encoded)
-        facts = {"lengths": encoded["lengths"], _DIGEST: digest, _SUPERVISED: supervised, _REASON: reason}
-        return {**row, **facts}
+        return {**row, "lengths": encoded["lengths"], _DIGEST: digest, _SUPERVISED: supervised, _REASON: reason}
 
 
 def take_bad_rows(rows: Any) -> tuple[Any, list[BadRecord]]:
