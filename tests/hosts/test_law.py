@@ -25,7 +25,6 @@ from packplan.core.errors import (
     ModelError,
     RunError,
     StaleError,
-    UserError,
 )  # fmt: skip
 from packplan.hf import row_lengths, unpad, use_plan
 from tests.hosts.law import CELLS, CONFIGS, PACKING_LENGTH, cell_of, fork_ranks, main, model_of, rows_of, trainer_of
@@ -688,7 +687,6 @@ DAMAGED = {
         "is .*checkpoint-2, whose weights this run cannot load: .*header too large; rest",
         ConfigError,
     ),
-    "scheduler.pt": (r"scheduler.pt is damaged|whose optimizer state this run cannot load: .*; rest", UserError),
 }
 """File of a checkpoint -> message, and error of the rank whose copy of it is damaged."""
 
