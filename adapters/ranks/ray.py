@@ -66,8 +66,7 @@ class _RankActor:
 
     def call(self, method: str, shard: Any, options: Mapping[str, Any]) -> Arrays:
         """Return the result of the worker's *method* on *shard*."""
-        arrays: Arrays = getattr(self._worker, method)(shard, **options)
-        return arrays
+        return getattr(self._worker, method)(shard, **options)  # type: ignore[no-any-return]  # of the user's worker
 
 
 class RayWorkers:
