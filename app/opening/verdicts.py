@@ -156,8 +156,8 @@ def _refuse_leak(config: RunConfig, attention: AttentionChoice) -> None:
 
 def needs_verdict(config: RunConfig) -> bool:
     """
-    Return whether a run's model is probed: if it is packed, or if its attention depends on the
-    verdict.
+    Return whether a run's model is probed: if the run packs, or if the attention of the model
+    depends on the verdict.
     """
     return config.command is None and (config.training.packing or config.model.attn_impl in (AUTO, VARLEN))
 

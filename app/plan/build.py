@@ -100,7 +100,7 @@ def _log_next(config: RunConfig, words: list[str], ranks: int) -> None:
     train = f"torchrun --nproc-per-node {ranks} -m packplan.app.sft" if ranks > 1 else "packplan sft"
     rows = {"to see it": format_command("packplan plan show", *typed), "to train": format_command(train, *typed)}
     if config.command is not None:
-        rows["to see it"] = "packplan plan show, before the same command"
+        rows["to see it"] = "packplan plan show, followed by the same command"
         added = "--packing true " * lacks_packing(config.command) + "--external_plugins plugin.py"
         rows["to train"] = f"the command with {added}, which packplan plugin swift writes"
     log.info("%s", format_table(f"the plan is in {artefacts_folder(config.training.output_dir)}", rows))

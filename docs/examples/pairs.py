@@ -1,4 +1,4 @@
-"""Train planned packs of pairs by TRL's DPOTrainer: docs/use-it-in/transformers.md."""
+"""Train planned packs of pairs by TRL's DPOTrainer; see docs/use-it-in/transformers.md."""
 
 import sys
 

@@ -2,8 +2,8 @@
 Plan a list of lengths, a numpy array and a column of a data set: `python
 docs/examples/plan_a_list.py`.
 
-With the folder of a planned run as argument (`runs/demo/run/static_packing/train`), it takes the
-lengths that are stored there, and makes the same packs with the same checksum.
+With the folder of a planned run as argument (`runs/demo/run/static_packing/train`), this script
+reads the lengths stored there, and makes the same packs with the same checksum.
 """
 
 from __future__ import annotations

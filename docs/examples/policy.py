@@ -1,4 +1,4 @@
-"""A policy of your own, trained on ranks or Ray actors: docs/rl.md."""
+"""Train a policy of your own on ranks or Ray actors; see docs/rl.md."""
 
 import os
 
@@ -21,7 +21,7 @@ def reinforce(logits, data, *, num_sequences, num_tokens):
 
 
 class Policy:
-    """One worker: it trains its shard, and sums gradients over all."""
+    """Worker that trains its shard, and sums gradients over all workers."""
 
     def __init__(self, folder):
         several = int(os.environ.get("WORLD_SIZE", "1")) > 1
@@ -54,7 +54,7 @@ class Policy:
 
 
 def train(workers, batch):
-    """Take a step on all workers; return its loss."""
+    """Train one optimizer step on all workers; return the loss of the step."""
     sharding = shard_packed(
         batch.lengths.numpy(), shards=workers.num_workers, batch_size=len(batch), max_tokens_per_microbatch=64
     )
@@ -64,6 +64,6 @@ def train(workers, batch):
 
 
 def on_ranks(folder):
-    """Under torchrun each rank calls this, and then `train` with the same batch."""
+    """Return the ranks of torchrun as workers. Every rank has to call this function and `train`."""
     policy = Policy(folder)
     return RankWorkers(policy, policy.group)

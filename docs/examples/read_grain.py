@@ -1,4 +1,4 @@
-"""Read planned packs by grain: docs/use-it-in/torch.md."""
+"""Read planned packs with grain; see docs/use-it-in/torch.md."""
 
 import json
 import os

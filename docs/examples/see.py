@@ -1,4 +1,4 @@
-"""Train planned packs of texts and images by transformers: docs/use-it-in/transformers.md."""
+"""Train planned packs of texts and images with transformers; see docs/use-it-in/transformers.md."""
 
 import json
 import sys
@@ -13,7 +13,7 @@ from transformers import AutoModelForImageTextToText, AutoProcessor, Trainer, Tr
 
 
 class Rows(Dataset):
-    """Records with a text and an image, as the processor makes them."""
+    """Data set of records with a text and an image, encoded by the processor."""
 
     def __init__(self, path, processor):
         self.processor = processor

@@ -1,4 +1,4 @@
-"""Train planned packs by TRL's SFTTrainer: docs/use-it-in/transformers.md."""
+"""Train planned packs with TRL's SFTTrainer; see docs/use-it-in/transformers.md."""
 
 import sys
 

@@ -1,4 +1,4 @@
-"""Packed samples are as they are alone, for three collators: docs/use-it-in/prove.md."""
+"""Test that packed samples equal those alone, for three collators; see docs/use-it-in/prove.md."""
 
 import pytest
 

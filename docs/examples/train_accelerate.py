@@ -1,4 +1,4 @@
-"""Train planned packs by accelerate: docs/use-it-in/torch.md."""
+"""Train planned packs with accelerate; see docs/use-it-in/torch.md."""
 
 import sys
 

@@ -1,4 +1,4 @@
-"""Train planned packs by Lightning: docs/use-it-in/torch.md."""
+"""Train planned packs with Lightning; see docs/use-it-in/torch.md."""
 
 import sys
 
@@ -27,7 +27,7 @@ if checkpoint:
 
 
 class Packed(LightningModule):
-    """Trains packs by the mean over the supervised tokens of each step."""
+    """Module that trains packs. The loss of a step is the mean over its supervised tokens."""
 
     def __init__(self, folder):
         super().__init__()

@@ -1,4 +1,4 @@
-"""Train planned packs by Ray Train: docs/use-it-in/torch.md."""
+"""Train planned packs with Ray Train; see docs/use-it-in/torch.md."""
 
 import os
 import sys
