@@ -1,6 +1,6 @@
 """Checks and conversions of the lengths, works and other numbers that callers pass."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from decimal import Decimal
 from fractions import Fraction
 from math import isnan
@@ -45,18 +45,19 @@ def as_lengths(lengths: Lengths, *, least: int = 1) -> IntArray:
         raise _bad_length_error(index, "masked", "a length has to be a whole number of tokens")
     array = np.asarray(lengths) if isinstance(lengths, np.ndarray) else _convert_lengths(lengths)
     if array.ndim != 1:
-        raise _bad_length_error(0, f"array of shape {array.shape}", "lengths have to be one-dimensional")
+        message = f"lengths have the shape {array.shape}, but a plan needs a flat list: one length for each sample"
+        raise ArgumentError("argument", message)
     if array.dtype.kind == "O":
         array = _convert_lengths(array.tolist())
     if array.dtype.kind not in "iu":
-        _raise_first_bad(array.tolist())
+        _raise_first_bad(list(array) if array.dtype.kind in "mM" else array.tolist())  # whose list may be integers
     if array.size and array.dtype.kind == "u" and int(array.max()) >= 2**63:
         index = int(array.argmax())
         raise _bad_length_error(index, int(array[index]), "a length has to be below 2**63")
     checked: IntArray = array.astype(np.int64, copy=False)
     if checked.size and int(checked.min()) < least:
         index = int(np.argmax(checked < least))
-        raise _bad_length_error(index, int(checked[index]), "a length has to be at least 1 token")
+        raise _bad_length_error(index, int(checked[index]), f"a length has to be at least {counted(least, 'token')}")
     if checked.size and int(checked.max()) * checked.size >= 2**63:
         _raise_where_total_overflows(checked)
     return checked
@@ -76,19 +77,27 @@ def as_lengths_up_to(lengths: Lengths, *, capacity: int) -> IntArray:
     array = as_lengths(lengths)
     if array.size and int(array.max()) > capacity:
         index = int(np.argmax(array > capacity))
-        raise _bad_length_error(index, int(array[index]), f"a pack holds at most {counted(capacity, 'token')}")
+        raise _bad_length_error(
+            index,
+            int(array[index]),
+            f"a pack holds at most {counted(capacity, 'token')}; pp.plan packs longer ones alone",
+        )
     return array
 
 
 def _bad_length_error(index: int, value: object, reason: str) -> ArgumentError:
-    return ArgumentError("length", f"length {index} is {value!r}: {reason}", {"index": index, "value": value})
+    return ArgumentError("length", f"length {index} is {value!r:.80}: {reason}", {"index": index, "value": value})
 
 
 def _convert_lengths(values: Sequence[int]) -> IntArray:
     is_table = hasattr(values, "column_names") or hasattr(values, "columns")
     if is_table or isinstance(values, (str, bytes, Mapping)) or not hasattr(values, "__getitem__"):
-        column = ": give its column of lengths, such as data['length']" if is_table else ""
-        message = f"lengths have to be a list or an array of whole numbers, not {type(values).__name__}{column}"
+        advice = ""
+        if is_table:
+            advice = ": give its column of lengths, such as data['length']"
+        elif isinstance(values, Iterator):
+            advice = ": give list(…) of it"
+        message = f"lengths have to be a list or an array of whole numbers, not {type(values).__name__}{advice}"
         raise ArgumentError("argument", message)
     if not isinstance(values, (list, tuple, range)) and not hasattr(values, "__array__"):
         values = _read_in_one_slice(values)
@@ -144,8 +153,20 @@ def _raise_first_bad(values: Sequence[object]) -> None:
         fact = f"length {missing} is NaN: a length has to be a whole number of tokens"
         raise ArgumentError("length", fact, {"index": missing, "value": "NaN"})
     for index, value in enumerate(values):
-        if isinstance(value, (bool, np.bool_)) or not isinstance(value, Integral):
-            raise _bad_length_error(index, value, "a length has to be a whole number of tokens")
+        if isinstance(value, (bool, np.bool_, np.timedelta64)) or not isinstance(value, Integral):
+            reason = "a length has to be a whole number of tokens"
+            if isinstance(value, (Mapping, list, tuple, np.ndarray)):
+                reason += ", such as len(row['input_ids'])"
+            elif isinstance(value, float) and value.is_integer():
+                reason += ": convert the lengths to int"
+            raise _bad_length_error(index, value, reason)
+
+
+def require_bools(**flags: object) -> None:
+    """Raise an ArgumentError, which names the argument, if a flag is not True or False."""
+    for name, value in flags.items():
+        if not isinstance(value, (bool, np.bool_)):
+            raise ArgumentError("argument", f"{name} is {value!r:.80}, but has to be True or False")
 
 
 def squares(lengths: IntArray) -> NDArray[np.float64]:
@@ -181,10 +202,7 @@ def as_whole_number(name: str, value: int, *, least: int = 1, most: int = 2**63 
 
 
 def round_up_lengths(lengths: IntArray, multiple: int) -> IntArray:
-    """
-    Return lengths rounded up to a multiple. Raise an ArgumentError if their sum reaches 2**63.
-    """
-    multiple = as_whole_number("the pad multiple", multiple)
+    """Round lengths up to *multiple*, >= 1; ArgumentError if their sum reaches 2**63."""
     if lengths.size and (int(lengths.max()) + multiple) * lengths.size >= 2**63:
         total = sum(-(-length // multiple) * multiple for length in lengths.tolist())
         if total >= 2**63:

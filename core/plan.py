@@ -233,12 +233,20 @@ def _sizes_with_images(lengths: IntArray, images: Lengths | None, policy: PlanPo
     """
     if policy.max_images is None:
         return lengths, policy.packing_length
-    counts = as_lengths([] if images is None else images, least=0)
+    try:
+        counts = as_lengths([] if images is None else images, least=0)
+    except ArgumentError as error:
+        fact = error.fact.replace("length", "count").replace(" of tokens", "").replace(" tokens", "")
+        raise attrs.evolve(error, fact=f"images: {fact}") from None
     if counts.size != lengths.size:
         message = f"images has {counts.size:,} counts, but max_images needs one for each of {lengths.size:,} samples"
         raise ArgumentError("argument", message)
     capacity = lcm(policy.packing_length, policy.max_images)
     per_token, per_image = capacity // policy.packing_length, capacity // policy.max_images
+    most = max(int(lengths.max(initial=0)) * per_token, int(counts.max(initial=0)) * per_image, capacity)
+    if most * lengths.size >= 2**63:
+        message = f"max_images is {policy.max_images:,}, too many for a pack: leave it out, or give fewer"
+        raise ArgumentError("argument", message)
     return np.maximum(lengths * per_token, counts * per_image), capacity
 
 

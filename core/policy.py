@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from packplan.core.errors import ArgumentError
 from packplan.core.fingerprint import Fingerprint, Value
-from packplan.core.lengths import as_whole_number, exact_share
+from packplan.core.lengths import as_whole_number, exact_share, require_bools
 from packplan.core.packers import as_seed, find_algorithm
 from packplan.core.packers.drawing import REDRAW_VERSION
 from packplan.core.shuffling import seeded_permutation
@@ -133,6 +133,8 @@ class PlanPolicy:
     """
 
     def __attrs_post_init__(self) -> None:
+        flags = ("packing", "drop_last", "allow_single_long", "refuse_longer", "replanned")
+        require_bools(**{name: getattr(self, name) for name in flags})
         exact_share("min_fill_ratio", self.min_fill_ratio)
         exact_share("max_dropped_share", self.max_dropped_share)
         if self.max_images is not None:

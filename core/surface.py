@@ -26,7 +26,15 @@ from packplan.core.align import align_plan
 from packplan.core.batch import pack_degrees
 from packplan.core.errors import ArgumentError, counted, verb_for
 from packplan.core.inspection import BOUNDS, PlanSummary, summarise
-from packplan.core.lengths import MOST_RANKS, IntArray, Lengths, as_lengths, as_whole_number, frozen_array
+from packplan.core.lengths import (
+    MOST_RANKS,
+    IntArray,
+    Lengths,
+    as_lengths,
+    as_whole_number,
+    frozen_array,
+    require_bools,
+)
 from packplan.core.packs import HasPacks, Packs, plan_checksum
 from packplan.core.plan import RawPlan, build_raw_plan, refuse_dropped
 from packplan.core.plan import refuse_longer as refuse_longer_samples
@@ -110,6 +118,7 @@ class Plan(HasPacks):
             ArgumentError: An argument is invalid, *packs_per_step* is not a multiple of
                 *world_size*, or *drop_last* leaves no pack for a rank.
         """
+        require_bools(drop_last=drop_last)
         world_size = as_whole_number("world_size", world_size, most=MOST_RANKS)
         packs_per_step = world_size if packs_per_step is None else as_whole_number("packs_per_step", packs_per_step)
         accumulation, rest = divmod(packs_per_step, world_size)
@@ -180,7 +189,7 @@ def plan(
         lengths: Number of tokens of each sample, >= 1.
         packing_length: Maximum number of tokens in a pack of several samples, >= 1.
         algorithm: Name of a packing algorithm, a key of `ALGORITHMS`.
-        images: Number of images of each sample; needed if *max_images* is given.
+        images: Number of images of each sample, needed with *max_images* and only then.
         max_images: Maximum number of images in a pack of several samples, >= 1; None sets no limit.
         allow_single_long: Whether each sample of at least *packing_length* tokens becomes a pack by
             itself. If false, such samples are skipped.
@@ -194,8 +203,8 @@ def plan(
         replanned: Whether to draw the packs from *seed*, as for epoch 0 of a run that draws new
             packs each epoch.
         seed: Seed of random algorithms, from 0 to 2**64 - 1.
-        work: Model of the samples' work, for algorithms that pack by work. None derives the work
-            from the lengths.
+        work: Model of the samples' work, only for an algorithm that packs by work (`balanced`).
+            None derives the work from the lengths.
 
     Raises:
         ArgumentError: An option or a length is invalid, or no pack is left.
@@ -219,9 +228,12 @@ def plan(
         seed=seed,
         work=work,
     )
+    if images is not None and max_images is None:
+        raise ArgumentError("argument", "images decide nothing without max_images: give max_images too, or no images")
     array = as_lengths(lengths)
     refuse_longer_samples(array, policy)
-    raw = build_raw_plan(array, policy, images=images)
+    works = None if work is None else work.sample_flops(array)
+    raw = build_raw_plan(array, policy, images=images, works=works)
     refuse_dropped(raw, array, policy)
     return Plan(raw, array)
 

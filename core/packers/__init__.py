@@ -78,7 +78,7 @@ ALGORITHMS: Mapping[str, Algorithm] = MappingProxyType(
 
 def find_algorithm(name: str) -> Algorithm:
     """Return the entry of the algorithm *name*, or raise an ArgumentError that lists all names."""
-    if name not in ALGORITHMS:
+    if not isinstance(name, str) or name not in ALGORITHMS:
         raise ArgumentError("argument", f"algorithm is {name!r}, but has to be one of {', '.join(ALGORITHMS)}")
     return ALGORITHMS[name]
 

@@ -45,7 +45,7 @@ from packplan.core.align import (
 from packplan.core.batch import largest_degree
 from packplan.core.errors import SHARED_BY, ArgumentError, Difference, counted
 from packplan.core.fingerprint import NO_IDENTITY, Fingerprint, RunIdentity
-from packplan.core.lengths import MOST_RANKS, IntArray, as_whole_number, as_works
+from packplan.core.lengths import MOST_RANKS, IntArray, as_whole_number, as_works, require_bools
 from packplan.core.packers import as_seed
 from packplan.core.shuffling import seeded_permutation
 from packplan.core.work.assignment import SyncPoint, level_steps, to_units
@@ -275,6 +275,7 @@ class EpochSchedule:
         for name, least in {"gradient_accumulation_steps": 1, "batch_size": 1, "max_steps": -1}.items():
             as_whole_number(name, getattr(self, name), least=least)
         as_seed(self.seed)
+        require_bools(shuffle=self.shuffle, dataloader_drop_last=self.dataloader_drop_last)
         if self.max_steps <= 0 and not (isinstance(self.num_train_epochs, Real) and 0 < self.num_train_epochs < inf):
             message = f"the number of epochs is {self.num_train_epochs!r}, but has to be finite and above 0"
             raise ArgumentError("argument", message)

@@ -101,7 +101,7 @@ def require_choice(name: str, value: str, choices: tuple[str, ...]) -> None:
 
 
 def lengths_and_padded(
-    lengths: Lengths, multiple: int, capacity: int | None = None, when_long: WhenLong = "error"
+    lengths: Lengths, multiple: int, capacity: int | None = None, when_long: WhenLong = "error", *, name: str
 ) -> tuple[IntArray, IntArray]:
     """
     Return the lengths as an array, and the lengths rounded up to *multiple*.
@@ -112,7 +112,9 @@ def lengths_and_padded(
         capacity: Maximum number of positions in a microbatch; None sets no limit.
         when_long: `error` raises an ArgumentError if a padded sequence exceeds the capacity;
             `alone` accepts such a sequence.
+        name: Name of the argument *multiple* in errors.
     """
+    multiple = as_whole_number(name, multiple)
     require_choice("when_long", when_long, get_args(WhenLong))
     array = as_lengths(lengths)
     padded = round_up_lengths(array, multiple)

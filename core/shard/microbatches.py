@@ -78,7 +78,9 @@ def shard_packed(
     capacity = as_whole_number("max_tokens_per_microbatch", max_tokens_per_microbatch)
     shards = as_whole_number("shards", shards, most=MOST_RANKS)
     require_choice("sync_at", sync_at, get_args(SyncPoint))
-    array, padded = lengths_and_padded(lengths, sequence_length_pad_multiple, capacity, when_long)
+    array, padded = lengths_and_padded(
+        lengths, sequence_length_pad_multiple, capacity, when_long, name="sequence_length_pad_multiple"
+    )
     # A sequence longer than the limit counts as a full row, so that it is a row by itself.
     costs_of = np.minimum(padded, capacity)
     works_of = SequenceWorks.from_arguments(work, array.size)
@@ -197,7 +199,9 @@ def shard_dynamic(
     """
     capacity = as_whole_number("max_tokens_per_microbatch", max_tokens_per_microbatch)
     shards = as_whole_number("shards", shards, most=MOST_RANKS)
-    array, padded = lengths_and_padded(lengths, sequence_length_round, capacity, when_long)
+    array, padded = lengths_and_padded(
+        lengths, sequence_length_round, capacity, when_long, name="sequence_length_round"
+    )
     works = SequenceWorks.from_arguments(work, array.size)
     parts = []
     for batch in global_batches(array.size, batch_size):

@@ -17,13 +17,6 @@ from packplan.app.__main__ import main
 from packplan.core.errors import ArgumentError
 from tests.strategies import raw_lengths
 
-
-def test_a_packing_length_in_the_place_of_a_policy_is_explained():
-    """As people write it who know other packers."""
-    with pytest.raises(ArgumentError, match="packing_length=80"):
-        pp.build_raw_plan([1, 2], 80)
-
-
 DEFAULTS = {
     "EpochSchedule": {"batch_size": 1, "max_steps": -1, "seed": 0, "shuffle": True, "sync_at": "step"},
     "PlanPolicy": {
@@ -86,16 +79,43 @@ def test_no_array_of_a_plan_or_of_what_comes_from_it_can_be_changed():
     lengths, offsets = np.array([60, 20, 50, 30, 90, 40]), np.array([0, 1])
     plan, packs = pp.plan(lengths, 80), pp.Packs(offsets, np.array([0]))
     sharding = pp.shard_packed(lengths, shards=2, batch_size=6, max_tokens_per_microbatch=90)
-    shown = repr(plan.show())
     offsets[1], lengths[:] = 0, 1
 
-    assert shown == repr(pp.plan([60, 20, 50, 30, 90, 40], 80).show()) == repr(plan.show())
+    assert repr(pp.plan([60, 20, 50, 30, 90, 40], 80).show()) == repr(plan.show())
     assert [[0]] == packs
     shared, (batch, *_) = plan.schedule(world_size=2, degrees="auto"), sharding.shard(0)
     for one in (plan, plan.packs, shared, sharding, batch):
         arrays = [value for name in attrs.fields_dict(type(one)) if isinstance(value := getattr(one, name), np.ndarray)]
         assert arrays
         assert not any(array.flags.writeable for array in arrays)
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        *(({name: "no"}, f"{name} is 'no', but has to be True or False")
+          for name in ("packing", "refuse_longer", "allow_single_long", "drop_last", "replanned")),
+        ({"images": [1, 1]}, "images decide nothing without max_images"),
+        ({"images": [1, -1], "max_images": 2}, "images: count 1 is -1: a count has to be at least 0"),
+        ({"images": [1, 1], "max_images": 2**63 - 1}, "too many for a pack"),
+        ({"work": pp.WorkModel(1, 3)}, "works do not change the packs of auto: use algorithm='balanced'"),
+        ({"algorithm": ["auto"]}, "algorithm is .'auto'., but has to be one of"),
+    ],
+)  # fmt: skip
+def test_no_option_is_misread_or_ignored(options, says):
+    """Texts are no flags, and an option that decides nothing is refused."""
+    with pytest.raises(ArgumentError, match=says):
+        pp.plan([60, 20], 80, **options)
+    for name in ("shuffle", "drop_last"):
+        with pytest.raises(ArgumentError, match=f"{name} is 'no', but has to be True or False"):
+            pp.plan([60, 20], 80).schedule(**{name: "no"})
+    with pytest.raises(ArgumentError, match="packing_length=80"):  # as people write it who know other packers
+        pp.build_raw_plan([1, 2], 80)
+    works, lengths = (
+        ({"algorithm": "balanced", "work": pp.WorkModel(*one)} for one in ((0, 1), (1, 0))),
+        range(1, 400, 7),
+    )
+    assert 2 == len({pp.plan(lengths, 400, **one).checksum for one in works})
 
 
 def test_a_ratio_may_be_a_fraction():

@@ -22,30 +22,17 @@ from packplan.core.plan import build_raw_plan
 @pytest.mark.parametrize(
     ("lengths", "index", "value"),
     [
-        ([3, -1], 1, -1),
-        ([3, 0, -1], 1, 0),
-        ([3, True], 1, True),
-        ([3, np.True_], 1, np.True_),
-        ([3, 1.5], 1, 1.5),
-        ([3, 2.0], 1, 2.0),
-        ([3, None], 1, None),
-        ([3, "2"], 1, "2"),
-        ([3, [2]], 1, [2]),
-        ([3, 2**63], 1, 2**63),
-        ([3, -(2**70)], 1, -(2**70)),
-        (np.array([3.5, 1]), 0, 3.5),
-        (np.array([3, -4]), 1, -4),
-        (np.array([True, False]), 0, True),
-        (np.array([3, None], dtype=object), 1, None),
+        ([3, -1], 1, -1), ([3, 0, -1], 1, 0), ([3, True], 1, True), ([3, np.True_], 1, np.True_),
+        ([3, 1.5], 1, 1.5), ([3, 2.0], 1, 2.0), ([3, None], 1, None), ([3, "2"], 1, "2"), ([3, [2]], 1, [2]),
+        ([3, 2**63], 1, 2**63), ([3, -(2**70)], 1, -(2**70)), ([2**62, 2**61, 2**62], 2, 2**62),
+        (np.array([3.5, 1]), 0, 3.5), (np.array([3, -4]), 1, -4), (np.array([True, False]), 0, True),
+        (np.array([3, None], dtype=object), 1, None), (np.array([3, 2**63], dtype=object), 1, 2**63),
         (np.array([3, 2**63], dtype=np.uint64), 1, 2**63),
-        (np.array([[3]]), 0, "array of shape (1, 1)"),
-        (np.array(3), 0, "array of shape ()"),
-        ([2**62, 2**61, 2**62], 2, 2**62),
+        *((np.array([3], kind), 0, np.array([3], kind)[0]) for kind in ("m8[ns]", "M8[ns]")),  # whose list has integers
         *((held, 1, "NaN") for held in ([3, math.nan], np.array([3, math.nan]))),
         (np.ma.array([5, 3], mask=[0, 1]), 1, "masked"),  # a sum would leave it out
-        (np.array([3, 2**63], dtype=object), 1, 2**63),
     ],
-)
+)  # fmt: skip
 def test_what_is_no_length_is_named_with_its_index(lengths, index, value):
     """By every function that takes lengths."""
     for call in (
@@ -193,9 +180,8 @@ def test_every_public_function_is_called():
 def test_a_limit_is_a_whole_number_of_its_range_or_refused_by_name(function, limit):
     """One below 2**63 overflows nothing; a tokenizer's int(1e30) is explained."""
     call, given = CALLS[function]
-    name = "the pad multiple" if limit.startswith("sequence_length") else limit
     for wrong in (-2, True, 1.5, "8", 2**64, int(1e30)):
-        with pytest.raises(ArgumentError, match=name) as said:
+        with pytest.raises(ArgumentError, match=limit) as said:
             call(**{**given, limit: wrong})
     assert function == "padded_length" or "a tokenizer that sets no limit" in str(said.value)
     with contextlib.suppress(ValueError):
@@ -211,11 +197,17 @@ def test_a_number_of_epochs_is_finite_and_positive(epochs):
 
 
 @pytest.mark.parametrize(
-    "wrong", [None, 5, "12", b"12", {1: 2}, {3, 4}, (n for n in (1, 2))], ids=lambda wrong: type(wrong).__name__
-)
-def test_what_has_no_order_is_no_list_of_lengths(wrong):
-    """It is named by its type."""
-    with pytest.raises(ArgumentError, match=f"not {type(wrong).__name__}"):
+    ("wrong", "says"),
+    [
+        *((one, f"not {type(one).__name__}") for one in (None, 5, "12", b"12", {1: 2}, {3, 4})),
+        ((n for n in (1, 2)), r"not generator: give list\(…\) of it"),
+        ([2.0], "length 0 is 2.0: .*: convert the lengths to int"), ([[5, 6]], r"such as len\(row\['input_ids'\]\)"),
+        *((np.ones(shape, int), "a plan needs a flat list: one length for") for shape in ((), (2, 1))),
+    ],
+)  # fmt: skip
+def test_what_is_no_list_of_lengths_is_refused_with_advice(wrong, says):
+    """It is named by its type or shape."""
+    with pytest.raises(ArgumentError, match=says):
         as_lengths(wrong)
 
 
