@@ -50,4 +50,5 @@ def _find_once(model: Any, asked: Any, **options: Any) -> Any:
 
     config = model.config.to_json_string(use_diff=False), model.config._attn_implementation
     key = type(model), repr(asked), {one.dtype for one in model.parameters()}, config, sorted(options.items())
-    return found[0] if found else (stacks[_once(key, find_place, lambda number: number is not None)], {})
+    place = _once(key, find_place, lambda number: number is not None)
+    return found[0] if found else (stacks[place], {})

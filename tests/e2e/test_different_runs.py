@@ -144,7 +144,7 @@ def test_ranks_that_go_on_from_different_checkpoints_are_refused(write_run, exec
     config, said = read_config(path, ["training.resume_from_checkpoint=last"]), []
 
     def further(value):
-        said.append(value)
+        said.extend([value] * bool(value))  # both find their own checkpoint whole
         return "another digest" if len(said) == 1 else value.replace('"checkpoint.progress.step": "2"', '"step": "3"')
 
     with pytest.raises(RunError, match=r"checkpoint\.progress\.step: 2 on rank 0"):
