@@ -137,6 +137,7 @@ class Plan(HasPacks):
             seed=seed,
             shuffle=shuffle,
             works=works,
+            plan=self.checksum,
         )
 
     def show(self) -> PlanTable:

@@ -6,22 +6,31 @@ progress. `EvalBatches` follows the order of an evaluation plan.
     loader = DataLoader(RowsOfPacks(rows, plan), batch_sampler=batches, collate_fn=PackInputs())
 """
 
+import json
 from collections.abc import Iterator, Mapping
+from hashlib import blake2b
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import attrs
 import numpy as np
+import torch.distributed as dist
+from torch.distributed.distributed_c10d import _get_default_store
+from torch.utils.data import get_worker_info
 
+from packplan.adapters.models import has_ranks
 from packplan.adapters.trainer_state import COPY_AGAIN, STATE, name_older, read_trainer_state, require_same_step
 from packplan.core.align import aligned_positions, lay_out_slots
-from packplan.core.errors import ArgumentError, CorruptArtefactError, Difference, StaleError, counted
+from packplan.core.errors import ArgumentError, CorruptArtefactError, Difference, MismatchError, StaleError, counted
 from packplan.core.fingerprint import NO_IDENTITY, RunIdentity, from_plain, seal, to_plain, unseal
-from packplan.core.lengths import IntArray
+from packplan.core.lengths import IntArray, as_whole_number
 from packplan.core.schedule import EpochSchedule, ResumeState
 
 _SAVED, _LOAD_ANOTHER = "the saved progress", "load the dict that state_dict() returned, or that of another checkpoint"
 """Words for a state of `PackBatches` in error messages."""
+
+_BEGUN = "packplan/begun"
+"""Key in the store of torch.distributed, under which the first rank writes what it trains."""
 
 PROGRESS = "PackplanProgress"
 """
@@ -50,6 +59,9 @@ class PackBatches:
         changes: Changeable settings of the run that differ from those of the loaded state.
     """
 
+    _compared_in: ClassVar[Any] = None
+    """Store of the process group in which this process was compared with the other ranks."""
+
     def __init__(
         self,
         schedule: EpochSchedule,
@@ -68,16 +80,16 @@ class PackBatches:
             schedule: Schedule of the packs.
             rank: This rank, from 0.
             world_size: Number of ranks; the schedule has to have the same number.
-            plan: Checksum of the plan. A state stores *plan*, *data* and *identity*, and only a
-                state with the same values can be loaded.
+            plan: Checksum of the plan; empty takes the schedule's. A state stores *plan*, *data*
+                and *identity*, and only a state with the same values can be loaded.
             data: Digest of the rows: `digest` of the facts that `RowsOfPacks.inspect` returns.
             identity: Model, loss and settings of the run.
             state: Resume state of the run at its start, passed instead of *plan*, *data* and
                 *identity*.
 
         Raises:
-            ArgumentError: *schedule* is not a schedule or has another number of ranks, or *rank* is
-                not from 0 to *world_size* - 1.
+            ArgumentError: *schedule* is not a schedule or has another number of ranks, *rank* is
+                not from 0 to *world_size* - 1, or *plan* or *data* is not text.
         """
         if not isinstance(schedule, EpochSchedule):
             fact = f"PackBatches takes a schedule, not a {type(schedule).__name__}: pass plan.schedule(world_size=…)"
@@ -88,9 +100,13 @@ class PackBatches:
                 f"{rank} of {world_size}: make another schedule with plan.schedule(world_size={world_size})"
             )
             raise ArgumentError("ranks", fact, {"planned": schedule.world_size, "world_size": world_size, "rank": rank})
+        for name, value, text in (("plan", plan, "plan.checksum"), ("data", data, "packs.inspect().digest")):
+            if not isinstance(value, str):
+                raise ArgumentError("host", f"{name} is a {type(value).__name__}, but has to be text: pass {text}")
         self.rank = rank
         self.changes: tuple[Difference, ...] = ()
-        self.state = state or ResumeState.from_schedule(schedule, plan=plan, data=data, identity=identity)
+        facts: dict[str, Any] = {"plan": plan or schedule.plan, "data": data, "identity": identity}
+        self.state = state or ResumeState.from_schedule(schedule, **facts)
         self.reschedule(schedule)
 
     def reschedule(self, schedule: EpochSchedule) -> None:
@@ -113,7 +129,7 @@ class PackBatches:
         Select the epoch of the next iteration, which begins at the epoch's start, or at the loaded
         progress within the epoch.
         """
-        self.epoch, self._served = epoch, 0
+        self.epoch, self._served = as_whole_number("epoch", epoch, least=0), 0
 
     def __len__(self) -> int:
         """Return the number of this rank's batches in a whole epoch; a resumed epoch has fewer."""
@@ -123,6 +139,7 @@ class PackBatches:
         if self.epoch >= (number := self.schedule.num_epochs):
             fact = f"the schedule ends after {counted(number, 'epoch')}, but the loader asks for epoch {self.epoch}"
             raise ArgumentError("host", f"{fact}, counted from 0: make a schedule with more epochs, or call restart()")
+        self._refuse_other_ranks()
         left = self.schedule.batches(self.epoch, rank=self.rank)
         if self._served:
             fact = f"the last iteration stopped after batch {self._served} of {len(left):,} in epoch {self.epoch}"
@@ -134,6 +151,26 @@ class PackBatches:
             if number == len(left):  # before the batch is served: a loop that counts batches asks for no more
                 self.set_epoch(self.epoch + 1)
             yield batch
+
+    def _refuse_other_ranks(self) -> None:
+        """
+        Raise MismatchError if another rank has begun with another plan, rows or order of packs.
+
+        Only the first iteration in a process group is compared, with that of the rank that began
+        first. So no rank waits for another one.
+        """
+        if get_worker_info() is not None or not has_ranks() or self.schedule.world_size != dist.get_world_size():
+            return
+        if PackBatches._compared_in is (store := _get_default_store()):
+            return
+        PackBatches._compared_in = store
+        order = blake2b(self.schedule.order(self.epoch).tobytes()).hexdigest()
+        mine = {"rank": dist.get_rank(), "plan": self.state.plan, "rows": self.state.data, "order of packs": order}
+        first = json.loads(store.compare_set(_BEGUN, "", json.dumps(mine)))
+        if other := [name for name, value in mine.items() if first[name] != value and name != "rank"]:
+            fact = f"rank {mine['rank']} begins with another {' and another '.join(other)} than rank {first['rank']}"
+            remedy = "give all ranks the same rows in the same order, the same schedule, and the same resume state"
+            raise MismatchError("ranks_disagree", f"{fact}: {remedy}")
 
     def state_dict(self, *, step: int | None = None) -> dict[str, Any]:
         """
@@ -148,10 +185,10 @@ class PackBatches:
         """
         schedule = self.schedule
         first, last = schedule.start.step, max(schedule.start.step, schedule.total_steps)
-        if step is not None and not first <= step <= last:
-            fact = f"step is {step}, but has to be from {first:,} to {last:,}: pass the number of optimizer steps done"
-            raise ArgumentError("host", fact)
-        progress = schedule.progress_after(self.epoch, self._served) if step is None else schedule.progress_at(step)
+        if step is None:
+            progress = schedule.progress_after(self.epoch, self._served)
+        else:
+            progress = schedule.progress_at(as_whole_number("step", step, least=first, most=last))
         return seal(to_plain(attrs.evolve(self.state, progress=progress)))
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -166,6 +203,7 @@ class PackBatches:
             then = from_plain(ResumeState, unseal(state))
         except ValueError as error:
             raise CorruptArtefactError(_SAVED, str(error), _LOAD_ANOTHER) from error
+        then = attrs.evolve(then, plan=then.plan or self.state.plan)  # earlier releases stored it only if it was given
         if differences := then.differences(self.state):
             raise StaleError.for_plan(_SAVED, differences)
         resumed = attrs.evolve(self._given, start=then.progress)

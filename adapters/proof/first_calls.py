@@ -34,9 +34,9 @@ from torch.distributed.fsdp import FSDPModule
 
 from packplan.adapters.attention import using_native_attention
 from packplan.adapters.attention.packed_row import RealTokens
-from packplan.adapters.models import find_sharded_weight
+from packplan.adapters.models import find_sharded_weight, has_ranks
 from packplan.adapters.proof.passes import Pass, difference_text, run_pass
-from packplan.adapters.proof.steps import gather_from_ranks, has_ranks
+from packplan.adapters.proof.steps import gather_from_ranks
 from packplan.adapters.vision_tower import count_tower_runs
 from packplan.core.errors import ArgumentError, MismatchError, ModelError, RunError
 

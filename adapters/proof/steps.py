@@ -27,7 +27,7 @@ from accelerate.utils import send_to_device
 from torch.utils.checkpoint import checkpoint
 
 from packplan.adapters.attention.shared_rows import sharing_by
-from packplan.adapters.models import Gradients, hold_buffers_and_rng, replace_attributes
+from packplan.adapters.models import Gradients, has_ranks, hold_buffers_and_rng, replace_attributes
 from packplan.adapters.proof.batches import Sample, next_tokens, without_labels
 from packplan.adapters.proof.checks import refuse_sharded_weights
 from packplan.adapters.proof.comparison import Outcome, allow_for_cancelling, compare, difference_limit, run_alone
@@ -280,12 +280,6 @@ def _run_for_mean(model: torch.nn.Module, samples: list[Sample], tokens: int, au
 
     weighted = [attrs.evolve(one, weights=torch.full(one.targets.shape, 1 / tokens)) for one in samples]
     return run_alone(model, weighted, call=call_model, keep_logits=False)
-
-
-def has_ranks() -> bool:
-    """Return whether there are other ranks. Simulated ranks of a traced step do not count."""
-    is_one = not (dist.is_available() and dist.is_initialized()) or dist.get_world_size() == 1
-    return not is_one and dist.get_backend() != "fake"
 
 
 def gather_from_ranks(value: Any) -> list[Any]:

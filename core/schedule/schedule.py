@@ -226,6 +226,9 @@ class EpochSchedule:
     None leaves shared packs of the same degree in the order of the epoch.
     """
 
+    plan: str = ""
+    """Checksum of the plan, by which a resume state is compared; empty if it is unknown."""
+
     _assigned: dict[int, IntArray] = attrs.field(factory=dict, init=False, eq=False, repr=False)
     """
     Cache of the last requested epoch: epoch -> its order after packs were assigned to ranks by
@@ -249,7 +252,7 @@ class EpochSchedule:
         Args:
             aligned: Aligned plan of an epoch.
             fields: Further fields by name: `gradient_accumulation_steps`, `num_train_epochs`,
-                `max_steps`, `seed`, `shuffle`, `works`, `sync_at`, `start`.
+                `max_steps`, `seed`, `shuffle`, `works`, `sync_at`, `start`, `plan`.
 
         >>> from packplan.core.align import align_plan
         >>> from packplan.core.plan import build_raw_plan

@@ -8,11 +8,13 @@ from typing import Any
 import attrs
 import numpy as np
 import pytest
+import torch.distributed as dist
 from hypothesis import event, given
 from hypothesis import strategies as st
 from torch.utils.data import DataLoader
 
 import packplan as pp
+from packplan.adapters.loaders import batches as loaders
 from packplan.adapters.loaders.batches import EvalBatches, PackBatches
 from packplan.adapters.loaders.packs import PackInputs, RowsOfPacks, refuse_other_packs
 from packplan.core.errors import ArgumentError, CorruptArtefactError, MismatchError, StaleError
@@ -113,7 +115,7 @@ def test_nothing_beyond_the_schedule_is_served(resumed):
 
     with pytest.raises(ArgumentError, match="the schedule ends after 3 epochs, but the loader asks for epoch 3"):
         list(batches)
-    for step in (-1, batches.schedule.total_steps + 1):
+    for step in (-1, 1.5, batches.schedule.total_steps + 1):
         with pytest.raises(ArgumentError, match=f"step is {step}, but has to be"):
             batches.state_dict(step=step)
 
@@ -153,6 +155,43 @@ def test_other_ranks_than_the_schedules_are_refused(rank, world_size):
     assert "ranks" == raised.value.kind
 
 
+OTHER_PLAN = pp.plan(PLAN.lengths[::-1], 64)
+
+
+@pytest.mark.parametrize(
+    ("second", "words"),
+    [
+        ({}, None),
+        ({"plan": OTHER_PLAN}, "plan"),
+        ({"data": "rows in another order"}, "rows"),
+        ({"seed": 1}, "order of packs"),
+        ({"plan": OTHER_PLAN, "data": "others", "seed": 1}, "plan and another rows and another order of packs"),
+    ],
+    ids=str,
+)
+def test_ranks_that_begin_with_other_packs_are_refused(second, words, monkeypatch):
+    """By the rank that begins later; one that begins once more alone is not compared, nor waits."""
+
+    def begin(rank, plan=PLAN, data="these rows", **options):
+        monkeypatch.setattr(dist, "get_rank", lambda: rank)
+        batches = PackBatches(plan.schedule(world_size=2, **options), rank, 2, data=data)
+        assert len(batches) == len(list(batches))
+
+    store = dist.HashStore()
+    monkeypatch.setattr(loaders, "has_ranks", lambda: True)
+    monkeypatch.setattr(loaders, "_get_default_store", lambda: store)
+    monkeypatch.setattr(dist, "get_world_size", lambda: 2)
+    monkeypatch.setattr(PackBatches, "_compared_in", None)
+    begin(0)
+    begin(0, seed=3)
+    monkeypatch.setattr(PackBatches, "_compared_in", None)
+    if words is None:
+        begin(1, **second)
+    else:
+        with pytest.raises(MismatchError, match=f"^rank 1 begins with another {words} than rank 0: give all ranks"):
+            begin(1, **second)
+
+
 def test_a_state_of_another_plan_or_run_is_refused():
     """By the names of what differs; a setting that may change is none of them."""
     identity = RunIdentity(Fingerprint({"optim": "sgd"}), Fingerprint({"max_steps": "3"}))
@@ -165,6 +204,12 @@ def test_a_state_of_another_plan_or_run_is_refused():
         other.load_state_dict(state)
 
     assert {"plan", "data", "seed", "optim"} == {one.key for one in raised.value.details["differences"]}
+    with pytest.raises(StaleError, match="checksum of the packs was"):
+        PackBatches(OTHER_PLAN.schedule()).load_state_dict(PackBatches(PLAN.schedule()).state_dict())
+    PackBatches(PLAN.schedule()).load_state_dict(PackBatches(attrs.evolve(PLAN.schedule(), plan="")).state_dict())
+    for name in ("plan", "data"):
+        with pytest.raises(ArgumentError, match=f"{name} is a Plan, but has to be text: pass .*(checksum|digest)$"):
+            PackBatches(PLAN.schedule(), **{name: PLAN})
 
 
 def test_shared_packs_go_on_with_as_many_ranks_each_or_more():

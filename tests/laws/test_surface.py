@@ -18,7 +18,7 @@ from packplan.core.errors import ArgumentError
 from tests.strategies import raw_lengths
 
 DEFAULTS = {
-    "EpochSchedule": {"batch_size": 1, "max_steps": -1, "seed": 0, "shuffle": True, "sync_at": "step"},
+    "EpochSchedule": {"batch_size": 1, "max_steps": -1, "seed": 0, "shuffle": True, "sync_at": "step", "plan": ""},
     "PlanPolicy": {
         "packing": True, "algorithm": "constant_volume", "min_fill_ratio": "0", "drop_last": True, "seed": 0,
         "allow_single_long": True, "max_dropped_share": "0.01", "refuse_longer": False, "replanned": False,
