@@ -81,8 +81,7 @@ def replace_attributes(owner: Any, **values: Any) -> Iterator[None]:
 
 def has_ranks() -> bool:
     """Return whether there are other ranks. Simulated ranks of a traced step do not count."""
-    is_one = not (dist.is_available() and dist.is_initialized()) or dist.get_world_size() == 1
-    return not is_one and dist.get_backend() != "fake"
+    return dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1 and dist.get_backend() != "fake"
 
 
 def local_part(tensor: Any) -> torch.Tensor:
