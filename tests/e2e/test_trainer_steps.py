@@ -210,13 +210,12 @@ def own_step(model, batches, *, passes, share=1):
     learned = torch.tensor(sum(count_supervised(batch["labels"]) for batch in batches))
 
     def step():
-        losses = []
-        for ids, mask, labels in (itemgetter("input_ids", "attention_mask", "labels")(batch) for batch in batches):
-            given = {"labels": labels, "num_items_in_batch": learned} if passes else {}
-            outputs = model(ids, mask, **given)
-            losses.append(share * (outputs.loss if passes else token_mean(outputs, labels, learned)))
-            losses[-1].backward()
-        return torch.stack(losses).sum()
+        total = 0.0
+        for ids, mask, labels in map(itemgetter("input_ids", "attention_mask", "labels"), batches):
+            outputs = model(ids, mask, **({"labels": labels, "num_items_in_batch": learned} if passes else {}))
+            (loss := share * (outputs.loss if passes else token_mean(outputs, labels, learned))).backward()
+            total = total + loss
+        return total
 
     return step
 

@@ -96,11 +96,8 @@ def test_the_rest_of_an_epoch_is_never_served_as_a_whole_one(world_size, resumed
     if served == len(whole):
         return
 
-    with pytest.raises(
-        ArgumentError, match=f"stopped after batch {served} of {len(whole)} in epoch {batches.epoch}"
-    ) as raised:
+    with pytest.raises(ArgumentError, match=f"stopped after batch {served} of {len(whole)} in epoch {batches.epoch}"):
         list(batches)
-    assert "host" == raised.value.kind
     batches.set_epoch(batches.epoch)
     assert whole == list(batches)
 
@@ -121,10 +118,15 @@ def test_nothing_beyond_the_schedule_is_served(resumed):
             batches.state_dict(step=step)
 
 
-@given(st.lists(st.sampled_from([1, 1, 2, 4]), min_size=1, max_size=20))
-def test_evaluation_counts_each_shared_pack_once_a_group(degrees):
-    """Its ranks have it at the same time, and agree whether it counts."""
-    ranks = [EvalBatches(len(degrees), 1, rank=rank, world_size=4, degrees=np.array(degrees)) for rank in range(4)]
+@given(st.lists(st.sampled_from([1, 1, 2, 4]), min_size=1, max_size=20), st.integers(1, 4), st.integers(1, 4))
+def test_evaluation_counts_each_pack_once(degrees, batch_size, world_size):
+    """In as few batches as possible. The ranks of a shared pack agree whether it counts."""
+    num = len(degrees)
+    ranks = [EvalBatches(num, batch_size, rank=rank, world_size=world_size) for rank in range(world_size)]
+    counted = [pack for rank in ranks for number, batch in enumerate(rank) if rank.is_counted(number) for pack in batch]
+    assert [*range(num)] == sorted(counted)
+    assert {-(-num // (batch_size * world_size))} == {len(rank) for rank in ranks}
+    ranks = [EvalBatches(num, 1, rank=rank, world_size=4, degrees=np.array(degrees)) for rank in range(4)]
 
     counted = []
     for number, packs in enumerate(zip(*ranks, strict=True)):
@@ -135,17 +137,6 @@ def test_evaluation_counts_each_shared_pack_once_a_group(degrees):
             }
             counted += [pack] if rank == block.start and ranks[rank].is_counted(number) else []
     assert [*range(len(degrees))] == sorted(counted)
-
-
-@given(st.integers(1, 20), st.integers(1, 4), st.integers(1, 4))
-def test_evaluation_counts_each_pack_once(num_packs, batch_size, world_size):
-    """Over all ranks, in as few batches of each as possible; those that repeat do not count."""
-    ranks = [EvalBatches(num_packs, batch_size, rank=rank, world_size=world_size) for rank in range(world_size)]
-
-    counted = [pack for rank in ranks for number, batch in enumerate(rank) if rank.is_counted(number) for pack in batch]
-
-    assert list(range(num_packs)) == sorted(counted)
-    assert {-(-num_packs // (batch_size * world_size))} == {len(rank) for rank in ranks}
 
 
 @pytest.mark.parametrize(("rank", "world_size"), [(0, 2), (1, 1), (-1, 1)])

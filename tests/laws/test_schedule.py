@@ -405,7 +405,7 @@ GOLDEN_ORDERS = {
         "shared packs": "9a5847145668fca7994fbcb703ffc8db039660443fa6cecf75087a56a8461aa1",
         "shared packs by work": "aa63e32e2f89b0ecd44dd9acb1465b3416afd3063ebd808c912943b65c418c1d",
         "equal work a microbatch": "513d32426365438b2d6ede182a0d2204cdfd9b778bd49c76b11670ff34de1c7b",
-    },
+    }
 }
 """Orders of this `ORDER_VERSION`."""
 

@@ -2,7 +2,6 @@
 
 import logging
 from collections import Counter
-from itertools import count
 from weakref import WeakSet
 
 import numpy as np
@@ -136,19 +135,11 @@ def test_blocks_of_rows_are_read_as_rows_one_by_one():
             others.inspect(num_workers=num_workers)
 
 
-class Drawn(list):
-    """Rows with another token each time."""
-
-    drawn = count()
-
-    def __getitem__(self, index):
-        return {"input_ids": [1, next(self.drawn)]}
-
-
 def test_a_row_that_changes_after_it_was_read_first_is_refused():
     """No checkpoint could tell it from another row."""
-    packs = RowsOfPacks(Drawn([0, 0]), pp.plan([2, 2], 4))
+    packs = RowsOfPacks(rows := [{"input_ids": [1, 2]}] * 2, pp.plan([2, 2], 4))
     packs.inspect()
+    rows[0] = {"input_ids": [1, 3]}
 
     with pytest.raises(StaleError, match=r"^sample 0 \(row 0\) has changed since it was planned: digest was"):
         packs[0]

@@ -125,8 +125,7 @@ def outcome(record):
 
 
 @pytest.mark.parametrize(
-    "key",
-    ["reasoning_content", "reasoning_details", "images", "audio", "weights", "tool_call_id", "name", "Loss"],
+    "key", ["reasoning_content", "reasoning_details", "images", "audio", "weights", "tool_call_id", "name", "Loss"]
 )
 def test_a_message_has_the_keys_that_are_read_and_notes(key):
     """Any other would be ignored, also where it holds 0."""
