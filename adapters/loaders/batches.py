@@ -14,11 +14,7 @@ from typing import Any, ClassVar
 
 import attrs
 import numpy as np
-import torch.distributed as dist
-from torch.distributed.distributed_c10d import _get_default_store
-from torch.utils.data import get_worker_info
 
-from packplan.adapters.models import has_ranks
 from packplan.adapters.trainer_state import COPY_AGAIN, STATE, name_older, read_trainer_state, require_same_step
 from packplan.core.align import aligned_positions, lay_out_slots
 from packplan.core.errors import ArgumentError, CorruptArtefactError, Difference, MismatchError, StaleError, counted
@@ -88,7 +84,7 @@ class PackBatches:
                 *identity*.
 
         Raises:
-            ArgumentError: *schedule* is not a schedule or has another number of ranks, *rank* is
+            ArgumentError: *schedule* is not a schedule or has another number of ranks. *rank* is
                 not from 0 to *world_size* - 1, or *plan* or *data* is not text.
         """
         if not isinstance(schedule, EpochSchedule):
@@ -159,6 +155,12 @@ class PackBatches:
         Only the first iteration in a process group is compared, with that of the rank that began
         first. So no rank waits for another one.
         """
+        import torch.distributed as dist  # commands that read a checkpoint's progress need no torch
+        from torch.distributed.distributed_c10d import _get_default_store
+        from torch.utils.data import get_worker_info
+
+        from packplan.adapters.models import has_ranks
+
         if get_worker_info() is not None or not has_ranks() or self.schedule.world_size != dist.get_world_size():
             return
         if PackBatches._compared_in is (store := _get_default_store()):

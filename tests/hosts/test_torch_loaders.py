@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from torch.utils.data import DataLoader
 
 import packplan as pp
-from packplan.adapters.loaders import batches as loaders
+from packplan.adapters import models
 from packplan.adapters.loaders.batches import EvalBatches, PackBatches
 from packplan.adapters.loaders.packs import PackInputs, RowsOfPacks, refuse_other_packs
 from packplan.core.errors import ArgumentError, CorruptArtefactError, MismatchError, StaleError
@@ -155,8 +155,9 @@ OTHER_PLAN = pp.plan(PLAN.lengths[::-1], 64)
 )  # fmt: skip
 def test_ranks_that_begin_with_other_packs_are_refused(words, others, monkeypatch):
     """By the rank that begins later; one that begins once more alone is not compared, nor waits."""
-    for name, value in {"has_ranks": True, "_get_default_store": dist.HashStore()}.items():
-        monkeypatch.setattr(loaders, name, lambda value=value: value)
+    store = dist.HashStore()
+    monkeypatch.setattr(models, "has_ranks", lambda: True)
+    monkeypatch.setattr(dist.distributed_c10d, "_get_default_store", lambda: store)
     monkeypatch.setattr(dist, "get_world_size", lambda: 2)
 
     def begin(rank, *runs):
