@@ -167,7 +167,7 @@ class PackBatches:
             return
         PackBatches._compared_in = store
         order = blake2b(self.schedule.order(self.epoch).tobytes()).hexdigest()
-        mine = {"rank": dist.get_rank(), "plan": self.state.plan, "rows": self.state.data, "order of packs": order}
+        mine = {"rank": self.rank, "plan": self.state.plan, "rows": self.state.data, "order of packs": order}
         first = json.loads(store.compare_set(_BEGUN, "", json.dumps(mine)))
         if other := [name for name, value in mine.items() if first[name] != value and name != "rank"]:
             fact = f"rank {mine['rank']} begins with another {' and another '.join(other)} than rank {first['rank']}"

@@ -221,14 +221,12 @@ def own_step(model, batches, *, passes, share=1):
 
 
 @pytest.mark.parametrize("passes", [True, False])
-@pytest.mark.parametrize("options", [None, {}, {"logits": False}], ids=str)
-def test_the_first_step_of_a_loop_is_sound_with_and_without_padding(options, passes):
+@pytest.mark.parametrize("prepare", [nn.Module.train, unpad, partial(unpad, logits=False)])
+def test_the_first_step_of_a_loop_is_sound_with_and_without_padding(prepare, passes):
     """Its calls are counted once, though `unpad` compares the first ones with padded passes."""
     batches = [pad_rows(rows()[:3]), pad_rows(rows()[3:6])]
     labels = None if passes else [batch["labels"] for batch in batches]
-    model = llama()
-    if options is not None:
-        unpad(model, **options)
+    prepare(model := llama())
 
     found = assert_step_loss(own_step(model, batches, passes=passes), model=model, labels=labels)
 
