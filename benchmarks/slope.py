@@ -190,7 +190,8 @@ def _in_words(runs: Sequence[Spent]) -> str:
     read = sum(run.read_bytes for run in runs) / sum(run.num_records for run in runs)
     return (
         f"{cpu.slope:.3f} ± {cpu.error:.3f} ms of processor time a record beyond {cpu.intercept / 1000:.1f} s, "
-        f"{main.slope:.3f} ± {main.error:.3f} ms of it in the main process; {memory.slope:,.0f} ± {memory.error:,.0f} "
-        f"bytes of memory a record there; {read / 1000:,.1f} kB a record read from disk; {ALL:,} records would take "
+        f"{main.slope:.3f} ± {main.error:.3f} ms of it in the main process, which needs {memory.slope:,.0f} ± "
+        f"{memory.error:,.0f} bytes for each record; {read / 1000:,.1f} kB a record were read from disk; "
+        f"{ALL:,} records would take "
         f"{minutes:.1f} ± {error:.1f} minutes on {CORES} such cores"
     )

@@ -474,7 +474,7 @@ class ServesPacks(KeepsCheckpoints, StopsAtNonFinite, ComputesPacks, LogsPacks, 
                 self._verify(Path(last))
         result = super().train(resume_from_checkpoint, *args, **options)  # type: ignore[misc]
         if self.was_terminated:
-            text = "SIGTERM: saved a checkpoint at step {:,} of {:,}; resume_from_checkpoint {} continues from there"
+            text = "SIGTERM: a checkpoint is saved at step {:,} of {:,}; resume_from_checkpoint {} continues from there"
             text += ". Training ends here with exit status 143 (SystemExit)"
             self.show(text.format(self.state.global_step, self.schedule.total_steps, self.last_save))
             self.wait_for_all()  # the first rank is the last one to write

@@ -83,7 +83,7 @@ def train(config: RlConfig, group: RankGroup, *, quiet: bool = False) -> GRPOTra
     with wrap_save_errors(Path(folder)):
         trainer.train(resume_from_checkpoint=checkpoint)
         if trainer.was_terminated:
-            log.warning("SIGTERM: grpo.resume_from_checkpoint: %s continues from this checkpoint", trainer.last_save)
+            log.warning("SIGTERM: a checkpoint is saved; grpo.resume_from_checkpoint: %s continues", trainer.last_save)
             return trainer
         trainer.save_model()
         trainer.save_state()

@@ -272,5 +272,5 @@ def _schedule_figures(opened: StoredSplit) -> Iterator[Figure]:
     yield Figure("work_per_step", "  work", f"{schedule.work_per_step:,.4g}", remark)
     remark = f"busiest rank over the mean; worst step {schedule.worst_work_imbalance:.3f}"
     yield Figure("work_imbalance", "  imbalance", f"{schedule.work_imbalance:.4f}", remark, decides=several)
-    remark = "the same, if ranks wait for each other in each microbatch"
+    remark = "imbalance if ranks wait for each other in each microbatch"
     yield Figure("microbatch_imbalance", "  of microbatches", f"{schedule.microbatch_imbalance:.4f}", remark)

@@ -170,7 +170,7 @@ def log_nothing_left(step: int, end: str) -> None:
 
 def log_termination(trainer: CheckedTrainer, end: str) -> None:
     """Log that SIGTERM ended a run early; *end* is its last planned step, or its length as text."""
-    text = "SIGTERM: saved a checkpoint at step %d of %s; training.resume_from_checkpoint: %s continues from there"
+    text = "SIGTERM: a checkpoint is saved at step %d of %s; training.resume_from_checkpoint: %s continues from there"
     log.warning(text, trainer.state.global_step, end, trainer.last_save)
 
 

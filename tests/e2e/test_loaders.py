@@ -169,4 +169,4 @@ def test_sigterm_before_the_last_step_is_told_by_the_exit_status(write_run, monk
     monkeypatch.setattr(PlanTrainer, "training_step", sent)
 
     assert status == sft.main([str(write_run("qwen2", training={**TEXT, "max_steps": steps}))])
-    assert (status == 143) == ("SIGTERM: saved a checkpoint" in capfd.readouterr().err)
+    assert (status == 143) == ("SIGTERM: a checkpoint is saved" in capfd.readouterr().err)

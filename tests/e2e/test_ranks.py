@@ -60,7 +60,7 @@ def test_sigterm_to_the_processes_of_one_rank_ends_all_ranks_at_the_same_step(st
     first, second = rank_main.seen(tmp_path, 2)
     assert (True, True) == (first["terminated"], second["terminated"])
     assert first["steps"] == second["steps"] < first["planned_steps"]
-    assert f"SIGTERM: saved a checkpoint at step {first['steps']} of " in ranks[0].said
+    assert f"SIGTERM: a checkpoint is saved at step {first['steps']} of " in ranks[0].said
     assert "are assigned to ranks for equal work in each step" in " ".join(ranks[0].said.split())
     assert (tmp_path / "run" / f"checkpoint-{first['steps']}" / "model.safetensors").is_file()
 

@@ -127,7 +127,7 @@ def test_sigterm_saves_a_checkpoint_and_a_changed_byte_of_it_is_refused(write_rl
     assert 143 == rl.main([str(path), "--quiet"])
 
     said = " ".join(capfd.readouterr().err.split())
-    assert f"SIGTERM: grpo.resume_from_checkpoint: {tmp_path / 'rl' / 'checkpoint-1'} continues" in said
+    assert f"checkpoint is saved; grpo.resume_from_checkpoint: {tmp_path / 'rl' / 'checkpoint-1'} continues" in said
     assert not (tmp_path / "rl" / "model.safetensors").exists(), "no model of a run that is not over"
     for name, status in (("optimizer.pt", 2), ("trainer_state.json", 3)):
         held = (file := tmp_path / "rl" / "checkpoint-1" / name).read_bytes()

@@ -477,7 +477,7 @@ def test_a_stopped_stream_is_saved_and_resumed_as_itself_alone(
 
     with caplog.at_level(logging.INFO):
         assert (3, True) == run(write_rollout(data, **keys), stopping)[:2]
-    assert "SIGTERM: saved a checkpoint at step 3 of a run of 1 epoch" in caplog.text
+    assert "SIGTERM: a checkpoint is saved at step 3 of a run of 1 epoch" in caplog.text
     checkpoint, logged = tmp_path / "run" / "checkpoint-3", tmp_path / "run" / "logging.jsonl"
     (cut,) = [line for line in map(json.loads, logged.read_text().splitlines()) if "epoch_samples" in line]
     assert 0 < cut["epoch"] < 1

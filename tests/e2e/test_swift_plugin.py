@@ -331,7 +331,7 @@ def test_sigterm_saves_a_checkpoint_from_which_the_run_goes_on(ran):
     whole, first, rest = ran("two-ranks"), ran("stopped"), ran("stopped-resumed")
 
     folder = first.folder / "out" / "checkpoint-3"
-    said = f"SIGTERM: saved a checkpoint at step 3 of {len(whole.losses)}; resume_from_checkpoint {folder} continues"
+    said = f"SIGTERM: a checkpoint is saved at step 3 of {len(whole.losses)}; resume_from_checkpoint {folder} continues"
     assert said in " ".join(first.said.split())
     assert {143} == {json.loads((first.folder / f"error{rank}.json").read_text())[-1] for rank in range(2)}
     stopped = losses(json.loads((folder / "trainer_state.json").read_text())["log_history"])["loss"]

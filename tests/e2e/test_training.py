@@ -222,7 +222,7 @@ def test_a_step_has_one_line_of_at_most_110_characters(caplog, tmp_path):
 @pytest.mark.parametrize(
     ("steps", "terminated", "keys", "says"),
     [
-        (3, True, {}, "SIGTERM: saved a checkpoint at step 3 of 4;"),
+        (3, True, {}, "SIGTERM: a checkpoint is saved at step 3 of 4;"),
         (4, False, {}, "4 optimizer steps are done;"),
         (3, False, {"early_stop_interval": 2}, "3 optimizer steps are done;"),
         (3, False, {}, None),

@@ -354,7 +354,7 @@ def test_sigterm_saves_a_checkpoint_from_which_the_run_goes_on(host, tmp_path, c
     assert (True, 3, folder) == (trainer.was_terminated, trainer.state.global_step, trainer.last_save)
     assert before == signal.getsignal(signal.SIGTERM)
     said = " ".join(capsys.readouterr().out.split())
-    assert f"SIGTERM: saved a checkpoint at step 3 of 4; resume_from_checkpoint {folder} continues from there" in said
+    assert f"SIGTERM: a checkpoint is saved at step 3 of 4; resume_from_checkpoint {folder} continues" in said
     assert whole == train_with(fresh_trainer(tmp_path / "run", host=host), resume=folder)
     assert whole[:3] == first
 
