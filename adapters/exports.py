@@ -204,8 +204,7 @@ def _read_packs(rows: Any, plan: Plan, order: Order, target: Path) -> Iterator[R
         fact = f"order has to list at least one pack index, each from 0 to {len(plan.packs) - 1:,}"
         raise ArgumentError("host", fact, {"num_packs": len(plan.packs)})
     if target.exists() or target.is_symlink():
-        fact = f"{target} exists already: give another path, or remove it"
-        raise ArgumentError("host", fact, {"path": str(target)})
+        raise ArgumentError("host", f"{target} exists already: give another path, or remove it", {"path": str(target)})
     supervised: dict[int, int] = {}
     for number in progress(numbers.tolist(), desc=f"writing {target.name}", unit=" packs", leave=False, delay=BRIEF_S):
         pack, samples = packs[number], plan.packs[number]

@@ -467,12 +467,9 @@ def _check_mask(batch: BatchedData) -> None:
     tokens = torch.arange(batch.width) < batch.lengths.cpu()[:, None]
     if (wrong := (mask.cpu() != tokens).any(1)).any():
         row = int(wrong.int().argmax())
-        message = (
-            f"row {row} of attention_mask is not 1 for the first {counted(int(batch.lengths[row]), 'token')} and 0 "
-            "after them: with order = attention_mask.argsort(1, descending=True, stable=True), move the tokens of each "
-            "field to the front, as in input_ids.gather(1, order)"
-        )
-        raise ArgumentError("batch", message)
+        fact = f"row {row} of attention_mask is not 1 for its {counted(int(batch.lengths[row]), 'token')}, then 0"
+        order = "attention_mask.argsort(1, descending=True, stable=True)"
+        raise ArgumentError("batch", f"{fact}: move the tokens of each field to the front, by field.gather(1, {order})")
 
 
 def _check_pad_values(fields: Mapping[str, Field], pad_values: Mapping[str, float]) -> Mapping[str, float]:

@@ -17,6 +17,7 @@ import attrs
 import numpy as np
 from numpy.typing import NDArray
 
+from packplan.core.errors import ArgumentError, OutputError
 from packplan.core.inspection import PlanSummary, packs_by_algorithm
 from packplan.core.lengths import IntArray
 from packplan.core.packs import filled_tokens
@@ -129,13 +130,22 @@ def write_report(plan: Plan, path: str | Path) -> None:
     Write a page about a plan that was made from a list of lengths; see `Plan.report`.
 
     An existing file at *path* is replaced.
+
+    Raises:
+        ArgumentError: *plan* is not a `Plan`.
+        OutputError: The file cannot be written.
     """
+    if not isinstance(plan, Plan):
+        raise ArgumentError("argument", f"write_report takes a Plan of packplan.plan(…), not a {type(plan).__name__}")
     raw, lengths = plan.raw, plan.lengths
     needs, drawings = packs_by_algorithm(raw, lengths), draw_first_packs(raw, lengths)
     shown = ReportedPlan(
         "lengths", raw, lengths, plan.summary, [plan.show().figures], {"all": lengths}, needs, drawings
     )
-    Path(path).write_text(render_page("Plan", [shown]), encoding="utf-8")
+    try:
+        Path(path).write_text(render_page("Plan", [shown]), encoding="utf-8")
+    except OSError as error:
+        raise OutputError(str(path), error.strerror or str(error)) from error
 
 
 def _histogram(titles: tuple[str, str], unit: str, parts: Mapping[str, Numbers], edges: Numbers, **line: Any) -> Chart:

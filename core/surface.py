@@ -152,6 +152,7 @@ class Plan(HasPacks):
             path: File to write, as a string or a path. An existing file is replaced.
 
         Raises:
+            OutputError: The file cannot be written.
             ModuleNotFoundError: matplotlib or jinja2 is not installed.
         """
         from packplan import write_report  # noqa: PLC0415  # the package knows the adapter that writes it

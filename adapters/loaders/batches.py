@@ -90,7 +90,7 @@ class PackBatches:
         if not isinstance(schedule, EpochSchedule):
             fact = f"PackBatches takes a schedule, not a {type(schedule).__name__}: pass plan.schedule(world_size=…)"
             raise ArgumentError("host", fact)
-        if world_size != schedule.world_size or not 0 <= rank < world_size:
+        if world_size != schedule.world_size or as_whole_number("rank", rank, least=0) >= world_size:
             fact = (
                 f"the schedule is made for {counted(schedule.world_size, 'rank')}, but PackBatches was given rank "
                 f"{rank} of {world_size}: make another schedule with plan.schedule(world_size={world_size})"
@@ -123,7 +123,7 @@ class PackBatches:
     def set_epoch(self, epoch: int) -> None:
         """
         Select the epoch of the next iteration, which begins at the epoch's start, or at the loaded
-        progress within the epoch.
+        progress within the epoch. ArgumentError is raised if *epoch* is not a whole number from 0.
         """
         self.epoch, self._served = as_whole_number("epoch", epoch, least=0), 0
 

@@ -226,10 +226,15 @@ def flatten(rows: Sequence[Row]) -> dict[str, Any]:
     Args:
         rows: Tokenized rows; at least one.
 
+    Raises:
+        ArgumentError: There is no row, or one is not a tokenized row of one sample.
+
     >>> batch = flatten([{"input_ids": [5, 6]}, {"input_ids": [7, 8, 9]}])
     >>> batch["labels"].tolist(), batch["position_ids"].tolist()
     ([[-100, 6, -100, 8, 9]], [[0, 1, 0, 1, 2]])
     """
+    if not rows:
+        raise ArgumentError("host", "flatten got no rows: pass one or more tokenized rows")
     rows = [read_row(row) for row in rows]
     positions = torch.cat([torch.arange(row[TOKENS].size) for row in rows])[None]
     flat = {name: torch.from_numpy(np.concatenate([row[name] for row in rows]))[None] for name in (TOKENS, LABELS)}

@@ -263,8 +263,7 @@ def _wrap_swift_errors() -> Iterator[None]:
         raise
     except Exception as error:  # its checks raise errors of any class
         facts = dict.fromkeys(str(one) or type(one).__name__ for one in (error, error.__cause__) if one is not None)
-        reason = f"refuses the command: {': '.join(facts)}"[:500]
-        raise ConfigError(COMMAND, (Fault("ms-swift", reason),)) from error
+        raise ConfigError(COMMAND, (Fault("ms-swift", f"refuses the command: {': '.join(facts)}"[:500]),)) from error
 
 
 @contextmanager

@@ -12,12 +12,13 @@ import attrs
 import numpy as np
 import pytest
 
-from packplan.adapters.report import HEAD, render_page
+from packplan.adapters.report import HEAD, render_page, write_report
 from packplan.app.opening.runs import read_config
 from packplan.app.plan import __main__ as command
 from packplan.app.plan import report
 from packplan.app.plan.report import reported_plan
 from packplan.app.plan.stored import open_split
+from packplan.core.errors import UserError
 from packplan.core.metrics import padded_positions
 from packplan.core.packers import ALGORITHMS
 from packplan.core.plan import build_raw_plan
@@ -159,6 +160,9 @@ def test_a_page_is_small_whatever_the_number_of_samples(tmp_path):
     assert f"{len(plan.packs):,}" == page.tables["Packs by other algorithms"][1][2]
     assert not re.search("font-family|font:", page.text.split("</style>")[1])
     assert [] == draw_first_packs(plan_of(lengths, 10**6, algorithm="best_fit_decreasing").raw, lengths)
+    for held, says in ((plan, "Is a directory"), (plan.packs, "takes a Plan of .*, not a Packs")):
+        with pytest.raises(UserError, match=says):
+            write_report(held, tmp_path)
 
 
 def test_a_report_is_written_again_and_no_other_file_is_replaced(run, tmp_path, capfd, monkeypatch):

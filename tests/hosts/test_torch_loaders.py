@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader
 import packplan as pp
 from packplan.adapters import models
 from packplan.adapters.loaders.batches import EvalBatches, PackBatches
-from packplan.adapters.loaders.packs import PackInputs, RowsOfPacks, refuse_other_packs
+from packplan.adapters.loaders.packs import PackInputs, RowsOfPacks, flatten, refuse_other_packs
 from packplan.core.errors import ArgumentError, CorruptArtefactError, MismatchError, StaleError
 from packplan.core.fingerprint import Fingerprint, RunIdentity, seal, unseal
 from packplan.core.schedule import EpochSchedule
@@ -136,12 +136,16 @@ def test_evaluation_counts_each_pack_once(degrees, batch_size, world_size):
 
 @pytest.mark.parametrize(
     ("words", "rank", "world_size", "given"),
-    [("rank 0 of 2", 0, 2, {}), ("rank 1 of 1", 1, 1, {}), ("rank -1 of 1", -1, 1, {}),
+    [("rank 0 of 2", 0, 2, {}), ("rank 1 of 1", 1, 1, {}), ("rank is -1", -1, 1, {}), ("rank is '0'", "0", 1, {}),
      ("plan is a Plan, .* plan.checksum", 0, 1, {"plan": PLAN}), ("data is a Plan, .*digest", 0, 1, {"data": PLAN})],
 )  # fmt: skip
 def test_other_ranks_than_the_schedules_and_digests_that_are_no_text_are_refused(words, rank, world_size, given):
     with pytest.raises(ArgumentError, match=words):
         PackBatches(schedule(1), rank, world_size, **given)
+    with pytest.raises(ArgumentError, match="epoch is -1"):
+        PackBatches(schedule(1)).set_epoch(-1)
+    with pytest.raises(ArgumentError, match="flatten got no rows"):
+        flatten([])
 
 
 OTHER_PLAN = pp.plan(PLAN.lengths[::-1], 64)

@@ -209,9 +209,6 @@ def test_what_is_no_list_of_lengths_is_refused_with_advice(wrong, says):
     """It is named by its type or shape."""
     with pytest.raises(ArgumentError, match=says):
         as_lengths(wrong)
-
-
-@pytest.mark.parametrize("call", [pack, lower_bound])
-def test_a_length_over_the_capacity_is_named(call):
-    with pytest.raises(ArgumentError, match="length 1 is 101: a pack holds at most 100 tokens"):
-        call([5, 101], capacity=100)
+    for call in (pack, lower_bound):
+        with pytest.raises(ArgumentError, match="length 1 is 101: a pack holds at most 100 tokens; "):
+            call([5, 101], capacity=100)

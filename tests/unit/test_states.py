@@ -34,7 +34,7 @@ class Unreadable:
 
 
 CONTRADICTIONS = {
-    "no digest": (lambda: unseal({"step": 1}), ValueError, "has no"),
+    "no digest": (lambda: unseal({"step": 1}), ValueError, "not a dict with the key"),
     "no values": (lambda: from_plain(State, {}), ValueError, "has no counts"),
     "another key": (lambda: from_plain(State, {**PLAIN, "other": 2}), ValueError, "the unknown key other"),
     "no array": (lambda: as_works(Unreadable(), 1), ArgumentError, "Unreadable"),
