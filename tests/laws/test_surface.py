@@ -21,15 +21,12 @@ DEFAULTS = {
     "EpochSchedule": {"batch_size": 1, "max_steps": -1, "seed": 0, "shuffle": True, "sync_at": "step", "plan": ""},
     "PlanPolicy": {
         "packing": True, "algorithm": "constant_volume", "min_fill_ratio": "0", "drop_last": True, "seed": 0,
-        "allow_single_long": True, "max_dropped_share": "0.01", "refuse_longer": False, "replanned": False,
-    },
+        "allow_single_long": True, "max_dropped_share": "0.01", "refuse_longer": False, "replanned": False},
     "schedule": {
-        "world_size": 1, "epochs": 1, "drop_last": False, "max_steps": -1, "seed": 0, "shuffle": True, "degrees": 1,
-    },
+        "world_size": 1, "epochs": 1, "drop_last": False, "max_steps": -1, "seed": 0, "shuffle": True, "degrees": 1},
     "plan": {
         "algorithm": "auto", "allow_single_long": True, "refuse_longer": False, "drop_last": True,
-        "min_fill_ratio": "0", "max_dropped_share": "0.01", "packing": True, "replanned": False, "seed": 0,
-    },
+        "min_fill_ratio": "0", "max_dropped_share": "0.01", "packing": True, "replanned": False, "seed": 0},
     "WorkModel": {"per_chunk": 0}, "AlignedPlan": {"max_degree": 1}, "RawPlan": {"auto_packs": 0},
     "align_plan": {"dataloader_drop_last": False, "batch_size": 1}, "cu_seqlens": {"pad_to_multiple_of": 1},
     "build_raw_plan": {"epoch": 0, "quick_bound": False}, "lower_bound": {"effort": math.inf},
@@ -38,8 +35,7 @@ DEFAULTS = {
     "shard_dynamic": {"sequence_length_round": 1, "when_long": "error"},
     "shard_packed": {
         "sequence_length_pad_multiple": 1, "algorithm": "modified_first_fit_decreasing",
-        "when_long": "error", "seed": 0, "sync_at": "microbatch",
-    },
+        "when_long": "error", "seed": 0, "sync_at": "microbatch"},
 }  # fmt: skip
 
 

@@ -151,11 +151,9 @@ CALLS = {
     "resolve_accumulation": (pp.resolve_accumulation, BATCH),
     "shard_dynamic": (partial(pp.shard_dynamic, L), SHARDS),
     "shard_packed": (partial(pp.shard_packed, L), SHARDS),
-    "EpochSchedule": (
-        pp.EpochSchedule,
-        {"num_packs": 3, "world_size": 1, "dataloader_drop_last": False, "gradient_accumulation_steps": 1,
-         "num_train_epochs": 1, "works": np.ones(3)},
-    ),
+    "EpochSchedule": (pp.EpochSchedule, {
+        "num_packs": 3, "world_size": 1, "dataloader_drop_last": False, "gradient_accumulation_steps": 1,
+        "num_train_epochs": 1, "works": np.ones(3)}),
     "Plan.schedule": (pp.plan(L, 9).schedule, {}),
     "PlanPolicy": (pp.PlanPolicy, {"packing_length": 9}),
 }  # fmt: skip
