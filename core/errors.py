@@ -94,12 +94,16 @@ class _FactError(PackplanError):
 
     kind: str
 
-    fact: str
+    fact: str = ""
+    """
+    Text without the remedy; empty if torch has made the error from a text alone, as it does with
+    errors of a `DataLoader`'s worker processes. The text is then `kind`.
+    """
 
     details: Mapping[str, Any] = attrs.field(factory=dict)
 
     def _full_text(self) -> str:
-        return self.fact
+        return self.fact or self.kind
 
 
 @attrs.frozen

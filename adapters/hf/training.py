@@ -189,7 +189,13 @@ def token_mean(outputs: Any, labels: torch.Tensor, num_items_in_batch: torch.Ten
         labels: Labels of shape (rows, tokens).
         num_items_in_batch: Number of supervised tokens of the whole step over all ranks. None
             counts the supervised tokens of *labels*.
+
+    Raises:
+        ArgumentError: *labels* have another shape than the logits.
     """
+    if outputs["logits"].shape[:2] != labels.shape:
+        found = f"the logits have shape {tuple(outputs['logits'].shape)}, but the labels {tuple(labels.shape)}"
+        raise ArgumentError("host", f"{found}: pass no labels to the model, or call unpad(model) without logits=False")
     logits, targets = outputs["logits"][:, :-1].float(), labels[:, 1:].to(outputs["logits"].device)
     total = F.cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=IGNORED_LABEL, reduction="sum")
     return total / max(1, int(count_supervised(labels) if num_items_in_batch is None else num_items_in_batch))

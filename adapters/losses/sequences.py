@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from itertools import pairwise
 from types import MappingProxyType
-from typing import Any, Literal, Protocol
+from typing import Any, Literal, Protocol, get_args
 
 import attrs
 import torch
@@ -128,7 +128,15 @@ def refuse_whole_batch_loss(loss: object) -> None:
 
 
 def _require_separable(_: Any, __: Any, loss: Any) -> None:
+    if not callable(loss):
+        raise ArgumentError("argument", f"the loss is {loss!r:.40}, but has to be a function or another callable")
     refuse_whole_batch_loss(loss)
+
+
+def _require_normalisation(_: Any, __: Any, loss: Any) -> None:
+    if (found := getattr(loss, "normalisation", None)) not in get_args(Normalisation):
+        names = ", ".join(get_args(Normalisation))
+        raise ArgumentError("argument", f"the loss has the normalisation {found!r}, but has to have one of {names}")
 
 
 @attrs.frozen(kw_only=True)
@@ -156,12 +164,14 @@ class _SequenceFields:
 
     def lengths(self, data: Mapping[str, Any], layout: PackedLayout | None) -> list[int] | None:
         """
-        Return the lengths in *data*, or None if *data* has none; ValueError if *layout* has other
-        lengths.
+        Return the lengths in *data*, or None if *data* has none; ArgumentError if those of *layout*
+        differ.
         """
         found = [int(length) for length in data.get(self.input_lengths_key, ())]
         if found and layout is not None and found != layout.lengths.tolist():
-            raise ValueError(f"field {self.input_lengths_key} has other lengths than the row: pass the row's fields")
+            raise ArgumentError(
+                "argument", f"field {self.input_lengths_key} has other lengths than the row: pass the row's fields"
+            )
         return found or None
 
 
@@ -218,7 +228,7 @@ class FusedLoss(_SequenceFields):
     A `FusedLoss` that is called without a layout is a `SequenceLoss`.
     """
 
-    loss: TokenLoss = attrs.field(validator=_require_separable)
+    loss: TokenLoss = attrs.field(validator=[_require_separable, _require_normalisation])
 
     def __call__(
         self,
@@ -260,7 +270,9 @@ class FusedLoss(_SequenceFields):
         given = dict.fromkeys([self.input_key, "token_mask", *read])
         missing = given.keys() - data.keys()
         if missing:
-            raise ValueError(f"the loss needs {', '.join(sorted(missing))}, but the data have {', '.join(data)}")
+            raise ArgumentError(
+                "argument", f"the loss needs {', '.join(sorted(missing))}, but the data have {', '.join(data)}"
+            )
         tokens, dims = data[self.input_key], self.dims(data, given)
         predicted = _PredictedTokens.from_layout(layout, cp_rank, tokens.device)
         mask = predicted.target_values(data["token_mask"], 1).double()
@@ -356,7 +368,7 @@ class _PredictedTokens:
 def _call_loss(
     loss: SequenceLoss, logits: torch.Tensor, data: Mapping[str, Any], **normalisers: float
 ) -> tuple[torch.Tensor, Metrics]:
-    """Call a loss; TypeError if it does not return a scalar tensor and metrics."""
+    """Call a loss; ArgumentError if it does not return a scalar tensor and metrics."""
     match loss(logits, data, num_sequences=normalisers["num_sequences"], num_tokens=normalisers["num_tokens"]):
         case (torch.Tensor(ndim=0) as found, Mapping() as metrics):
             return found, metrics
@@ -365,7 +377,7 @@ def _call_loss(
                 f"the loss {_loss_name(loss)} returned {type(other).__name__}, but has to return a scalar tensor and "
                 "metrics"
             )
-            raise TypeError(message)
+            raise ArgumentError("argument", message)
 
 
 def _loss_name(loss: object) -> str:
@@ -375,7 +387,7 @@ def _loss_name(loss: object) -> str:
 def _require_positions(logits: torch.Tensor, num_positions: int) -> None:
     if logits.shape[:2] != (1, num_positions):
         fact = f"the layout has {num_positions} positions in 1 row, but the logits have the shape {tuple(logits.shape)}"
-        raise ValueError(f"{fact}: pass the logits of that row")
+        raise ArgumentError("argument", f"{fact}: pass the logits of that row")
 
 
 def _sequence_entry(value: Any, number: int, length: int, dim: int | None) -> Any:

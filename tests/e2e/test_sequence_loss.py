@@ -293,16 +293,15 @@ def test_losses_that_compare_sequences_are_refused_by_name(name, loss):
 
 
 @pytest.mark.parametrize(
-    ("loss", "cp_size", "says"),
-    [
-        (FusedLoss(OwnLoss("token")), 1, "needs old_log_probabilities, but the data have input_ids"),
-        (FusedLoss(OwnLoss("token")), 2, r"layout has \d positions in 1 row, but the logits have"),
-        (PackedLoss(plain_policy_loss), 2, r"layout has \d positions in 1 row, but the logits have"),
-    ],
-)
-def test_what_does_not_fit_is_refused(loss, cp_size, says):
-    """A field that is missing, logits of another row."""
+    ("kind", "loss", "cp_size", "says"),
+    [(FusedLoss, OwnLoss("token"), 1, "needs old_log_probabilities, but the data have input_ids"),
+     (FusedLoss, OwnLoss("tokens"), 1, "one of token, sequence, constant$"), (PackedLoss, None, 1, "is None, but"),
+     (FusedLoss, OwnLoss("token"), 2, r"layout has \d positions in 1 row, but the logits have"),
+     (PackedLoss, plain_policy_loss, 2, r"layout has \d positions in 1 row, but the logits have")],
+)  # fmt: skip
+def test_what_does_not_fit_is_refused(kind, loss, cp_size, says):
+    """A field that is missing, logits of another row, and what is no loss."""
     fields = {"input_ids": torch.ones(1, 3).long(), "token_mask": torch.ones(1, 3), "advantages": torch.ones(1)}
     layout = PackedLayout.from_lengths([3], cp_size=cp_size)
-    with pytest.raises(ValueError, match=says):
-        loss(torch.ones(1, 3, 5), fields, layout=layout, num_sequences=1, num_tokens=2)
+    with pytest.raises(ArgumentError, match=says):
+        kind(loss)(torch.ones(1, 3, 5), fields, layout=layout, num_sequences=1, num_tokens=2)
