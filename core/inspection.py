@@ -41,7 +41,7 @@ from packplan.core.schedule import EpochSchedule, EpochStats, PackStats
 from packplan.core.work.model import SampleWorks
 
 BOUNDS: Mapping[BoundKind, str] = MappingProxyType(
-    {"quick": "quick bound", "relaxation": "linear relaxation", "reached": "a packing reaches it"}
+    {"quick": "a quick bound", "relaxation": "a linear relaxation's bound", "reached": "a bound that a packing reaches"}
 )
 """Kind of lower bound -> its name in tables."""
 

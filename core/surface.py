@@ -197,8 +197,9 @@ def plan(
             itself. If false, such samples are skipped.
         refuse_longer: Whether a sample of more than *packing_length* tokens is an error.
         drop_last: Whether packs that are filled below *min_fill_ratio* are dropped.
-        min_fill_ratio: Share of *packing_length* below which a pack is dropped, from 0 to 1; 0
-            drops no pack.
+        min_fill_ratio: Share of a pack below which it is dropped, from 0 to 1; 0 drops no pack.
+            With *max_images*, a sample fills its share of the tokens or of the images, whichever is
+            larger.
         max_dropped_share: Largest share of all tokens, from 0 to 1, that may be lost in several
             dropped packs. A single dropped pack is always allowed.
         packing: Whether samples share packs; otherwise each sample is a pack by itself.
@@ -297,12 +298,12 @@ def pack_figures(plan: PlanSummary) -> Iterator[Figure]:
     exceed = verb_for(plan.oversized_packs, "exceeds", "exceed")
     remark = f"tokens; {plan.oversized_packs:,} {exceed} 110 % of the packing length"
     yield Figure("longest_pack", "  longest", f"{plan.longest_pack:,}", remark)
-    remark = f"dropped packs included; {BOUNDS[plan.bound_kind]}"
+    remark = f"of {BOUNDS[plan.bound_kind]}{'; dropped packs count too' * bool(plan.dropped_packs)}"
     yield Figure("gap", "  above the lower bound", f"{plan.gap:.3%}", remark)
     remark = f"95 % of packs reach {plan.fill_p5:.4f}"
     yield Figure("fill_mean", "  fill", f"{plan.fill_mean:.4f}", remark, decides=True)
     yield Figure("fill_worst", "  worst fill", f"{plan.fill_worst:.4f}", "a long pack counts as full")
-    remark = "of the positions, estimated"
+    remark = f"of positions in padded batches of {max(1, round(plan.samples_per_pack))}, estimated"
     yield Figure("padding_saved", "  saved against padding", f"{plan.padding_saved:z.1%}", remark, decides=True)
 
 
