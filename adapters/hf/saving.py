@@ -276,7 +276,8 @@ def find_damage(folder: Path, *, share: int, num_shares: int, remedy: str = COPY
     """
     stored: dict[str, str] = {}
     try:
-        if not (has_digests(folder) or _MARK in read_trainer_state(folder)["stateful_callbacks"]):
+        state = read_trainer_state(folder)  # refuses a damaged one
+        if not (has_digests(folder) or _MARK in state["stateful_callbacks"]):
             log.warning("%s has no digests, so damaged files in it would not be found", folder)
             if lacks_optimizer(folder):
                 log.warning(_RESTARTS, folder)
