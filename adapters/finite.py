@@ -52,7 +52,8 @@ class StopsAtNonFinite:
         # Summed over ranks, so that every rank ends with the same error. Finite numbers count as 0:
         # their sum might exceed float32, and some devices have no float64.
         faults = [0.0 if math.isfinite(number) else number for number in numbers.values()]
-        for what, number in zip(numbers, self.sum_over_ranks(torch.tensor(faults)).tolist(), strict=True):
+        sums = self.sum_over_ranks(torch.tensor(faults)).tolist()
+        for what, number in zip(numbers, sums, strict=True):
             if not math.isfinite(number):
                 raise not_finite_error(what, number)
         return norm

@@ -353,7 +353,8 @@ class Microbatch:
         Labels are the field `labels`, or the tokens if there is no such field. At the first token
         of each sequence and at padding, labels are -100.
         """
-        source = self.data.tensor("labels" if "labels" in self.data else self.data.input_key)
+        name = "labels" if "labels" in self.data else self.data.input_key
+        source = self.data.tensor(name)
         flat = source.new_full((self.layout.num_positions,), IGNORED_LABEL)
         counts = self.layout.is_token & (self.layout.position_ids > 0)
         sequence, position = (_pick(of, counts, source) for of in (self.layout.sequence, self.layout.position_ids))

@@ -261,7 +261,8 @@ def require_whole_weights(model: ModelConfig) -> None:
         if path.suffix != ".json":
             _require_whole_file(path)
             continue
-        for name in sorted(set(_read_index(path).values())):
+        named = _read_index(path)
+        for name in sorted(set(named.values())):
             if not (folder / name).is_file():
                 raise _damage_error(folder / name, f"is missing, although {path.name} names it")
             _require_whole_file(folder / name)

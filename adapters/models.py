@@ -196,7 +196,8 @@ def load_by_model_class(model: Any, checkpoint: str) -> bool:
         for name in model.adapters:
             model.load_state_dict(model.load_state_file(str(Path(checkpoint, name))), adapter_name=name)
         return True
-    model.load_state_dict(type(model).from_pretrained(checkpoint, dtype=model.dtype).state_dict(), strict=True)
+    saved = type(model).from_pretrained(checkpoint, dtype=model.dtype)
+    model.load_state_dict(saved.state_dict(), strict=True)
     return True
 
 

@@ -84,7 +84,8 @@ def run(options: argparse.Namespace) -> None:
     ):
         split = attrs.evolve(open_splits(config)["train"], name="data")
         if output.exists():
-            split = attrs.evolve(split, known=length_tables.open_known_lengths(output, split.source, key="--output"))
+            known = length_tables.open_known_lengths(output, split.source, key="--output")
+            split = attrs.evolve(split, known=known)
         ranks = Ranks(group, timeout_s=config.training.packing_wait_timeout_s)
         ranks.build_on_rank_zero(split.stores.lock, partial(_write_table, split, output))
 

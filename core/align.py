@@ -211,7 +211,8 @@ def lay_out_slots(degrees: IntArray, world_size: int, tokens: IntArray | None = 
     slots = np.repeat(packs, degrees[packs]).reshape(-1, world_size)
     whole = len(slots) - len(slots) % _TOGETHER  # a smaller group stays last
     groups = slots[:whole].reshape(-1, _TOGETHER, world_size)
-    return np.concatenate([groups[np.argsort(groups[:, _TOGETHER // 2, 0])].ravel(), slots[whole:].ravel()])
+    drawn = np.argsort(groups[:, _TOGETHER // 2, 0])
+    return np.concatenate([groups[drawn].ravel(), slots[whole:].ravel()])
 
 
 def aligned_size(num: int, world_size: int, drop_last: bool) -> int:  # noqa: FBT001  # three plain values
@@ -261,4 +262,5 @@ def require_a_batch(num: int, *, world_size: int, batch_size: int, drop_last: bo
     if not count_batches(mine, batch_size=batch_size, drop_last=drop_last):
         name, each = ("pack", "") if batch_size == 1 else ("sample", f" with a batch of {batch_size:,} each")
         fact = f"{counted(num, name)} cannot fill {counted(world_size, 'rank')}{each}, and the remainder is dropped"
-        raise ArgumentError("too_short", fact, {"num_packs": num, "world_size": world_size, "batch_size": batch_size})
+        details = {"num_packs": num, "world_size": world_size, "batch_size": batch_size}
+        raise ArgumentError("too_short", fact, details)

@@ -209,7 +209,8 @@ class PackedLayout:
             return np.stack([starts, starts, starts + sizes], axis=1)
         chunks = sizes // (2 * self.cp_size)
         head, tail = starts + cp_rank * chunks, starts + sizes - (cp_rank + 1) * chunks
-        return np.stack([starts, head, head + chunks, starts, tail, tail + chunks], axis=1).reshape(-1, 3)
+        pairs = np.stack([starts, head, head + chunks, starts, tail, tail + chunks], axis=1)
+        return pairs.reshape(-1, 3)
 
     def positions(self, cp_rank: int) -> IntArray:
         """Return the row positions that a rank computes; shape (num_positions / cp_size,)."""

@@ -495,7 +495,8 @@ def shorten(text: str) -> str:
     """
     lines = text.split("\n")
     if len(lines) > MAX_LINES:
-        lines = [*lines[: MAX_LINES - 3], f"  … {len(lines) - MAX_LINES + 1:,} more lines …", *lines[-2:]]
+        left_out = f"  … {len(lines) - MAX_LINES + 1:,} more lines …"
+        lines = [*lines[: MAX_LINES - 3], left_out, *lines[-2:]]
     return "\n".join(map(_shorten_line, lines))
 
 

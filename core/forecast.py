@@ -280,7 +280,8 @@ class Timing:
         """
         if not self.refits or not seconds:
             return None
-        return 2 * float(np.sqrt((len(refit_seconds) - 1) * np.mean((np.array(refit_seconds) / seconds - 1) ** 2)))
+        count = len(refit_seconds)
+        return 2 * float(np.sqrt((count - 1) * np.mean((np.array(refit_seconds) / seconds - 1) ** 2)))
 
 
 @attrs.frozen
@@ -374,7 +375,8 @@ class StepFlops:
         by_term = (trained.pack_stats.with_works(flops.scaled(*weights)) for weights in np.eye(3))
         terms = [attrs.evolve(trained, pack_stats=one).batch_works() for one in by_term]
         batches, window = len(terms[0]), trained.packs_per_step // (trained.world_size * trained.batch_size)
-        return cls(np.minimum(window, batches - np.arange(0, batches, window)), np.stack(terms, axis=-1), sync_at)
+        counts = np.minimum(window, batches - np.arange(0, batches, window))
+        return cls(counts, np.stack(terms, axis=-1), sync_at)
 
     def seconds(self, time: TimeModel) -> Floats:
         """Return the seconds of each step; shape (num_steps,)."""

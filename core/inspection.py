@@ -288,7 +288,8 @@ def summarise_schedule(
         epoch: Epoch whose assignment of packs to ranks is measured, from 0.
     """
     aligned = schedule.packs_per_epoch
-    pack_stats = PackStats.from_plan(plan, as_lengths(lengths, least=0), packed=packed, works=works)
+    array = as_lengths(lengths, least=0)
+    pack_stats = PackStats.from_plan(plan, array, packed=packed, works=works)
     stats = EpochStats.from_schedule(pack_stats, schedule, epoch)
     steps, degrees = schedule.steps_per_epoch, schedule.pack_degrees(epoch)
     per_step = stats.step_works(0, steps)

@@ -364,7 +364,8 @@ def unread_places(num_places: int, segments: Sequence[StreamSegment]) -> IntArra
     """
     places = np.arange(num_places)
     for segment in segments:
-        parts = [places[reader :: len(segment.reads)][read:] for reader, read in enumerate(segment.reads)]
+        num_readers = len(segment.reads)
+        parts = [places[reader::num_readers][read:] for reader, read in enumerate(segment.reads)]
         places = np.sort(np.concatenate(parts))
     return places
 

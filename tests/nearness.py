@@ -18,7 +18,8 @@ def norm(tensors: Tensors) -> float:
 
 def apart(found: Tensors, expected: Tensors, *, scale: float | None = None) -> float:
     """Return how far tensors are apart by norm; *scale* is that of terms that cancel."""
-    zero, names = torch.zeros(()), found.keys() | expected.keys()
+    zero = torch.zeros(())
+    names = found.keys() | expected.keys()
     difference = norm({name: found.get(name, zero).double() - expected.get(name, zero).double() for name in names})
     return difference / (norm(expected) if scale is None else scale)
 

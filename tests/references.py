@@ -89,7 +89,8 @@ def modified_first_fit_decreasing(lengths: Lengths, capacity: int) -> list[list[
         small = between(6, 3)
         if len(small) < 2 or lengths[small[-1]] + lengths[small[-2]] > room(members):
             continue
-        add(members, next(i for i in small if lengths[i] == lengths[small[-1]]))
+        smallest = next(i for i in small if lengths[i] == lengths[small[-1]])
+        add(members, smallest)
         add(members, next(i for i in between(6, 3) if lengths[i] <= room(members)))
     for members in bins:
         while fitting := [i for i in left if lengths[i] <= room(members)]:

@@ -120,7 +120,8 @@ class RowShare:
             row = row.index_select(0, self.restore.argsort())
         parts = row.reshape(self.num_ranks, len(self.positions), *row.shape[1:]).transpose(1, 2).flatten(0, 1)
         counts = [*map(len, self.head_ranges(num_heads))]
-        return _exchange_rows(parts, [mine] * self.num_ranks, counts, self.group).transpose(0, 1).contiguous()[None]
+        received = _exchange_rows(parts, [mine] * self.num_ranks, counts, self.group)
+        return received.transpose(0, 1).contiguous()[None]
 
     def gather(self, part: torch.Tensor, axis: int) -> torch.Tensor:
         """Return the values of all tokens of the row along an axis, from the parts of all ranks."""

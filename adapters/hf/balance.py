@@ -72,7 +72,8 @@ class BalanceCounts:
         """Add the microbatches of one step to the metrics; *loads* has the tokens of each."""
         if loads:
             bound = -(-sum(min(load, max_tokens) for load in loads) // max_tokens)
-            found = packing_metrics(loads, [[index] for index in range(len(loads))], capacity=max_tokens, bound=bound)
+            packs = [[index] for index in range(len(loads))]
+            found = packing_metrics(loads, packs, capacity=max_tokens, bound=bound)
             self.metrics = found if self.metrics is None else self.metrics + found
 
 
@@ -153,7 +154,8 @@ def split_microbatches(microbatches: list[list[int]], num: int) -> list[list[int
     """
     while len(microbatches) < num:
         at = max(range(len(microbatches)), key=lambda number: len(microbatches[number]))
-        if not (half := len(microbatches[at]) // 2):
+        half = len(microbatches[at]) // 2
+        if not half:
             return microbatches + [[]] * (num - len(microbatches))
         microbatches = [*microbatches[:at], microbatches[at][:half], microbatches[at][half:], *microbatches[at + 1 :]]
     return microbatches

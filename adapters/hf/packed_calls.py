@@ -159,7 +159,8 @@ class TextStack:
         """
         if positions is None or (positions.dim() == 3 and positions.shape[0] != 4):
             return False
-        steps = tokens.take((positions[0] if positions.dim() == 3 else positions).expand(tokens.shape))[0].diff()
+        text = positions[0] if positions.dim() == 3 else positions
+        steps = tokens.take(text.expand(tokens.shape))[0].diff()
         return bool(((steps < 0) & (tokens.row.sample_ids.diff() == 0)).any())
 
     def pack(self, given: dict[str, Any], tokens: RealTokens) -> dict[str, Any]:
@@ -176,12 +177,15 @@ class TextStack:
 
     def _packed_positions(self, given: dict[str, Any], tokens: RealTokens) -> torch.Tensor:
         """Return the position ids of the real tokens in the padded batch; shape (…, 1, tokens)."""
-        if (positions := given.get("position_ids")) is None:
+        positions = given.get("position_ids")
+        if positions is None:
             return tokens.take(self._default_positions(given))
         if positions.dim() == 2:
             return tokens.take(positions.expand(tokens.shape))
         taken = tokens.take(positions.expand(-1, *tokens.shape), axis=1)
-        return torch.cat([tokens.restarting_positions[None], taken[-3:]]) if self.text_row else taken
+        if not self.text_row:
+            return taken
+        return torch.cat([tokens.restarting_positions[None], taken[-3:]])
 
     def _default_positions(self, given: dict[str, Any]) -> torch.Tensor:
         """Return the positions that the model computes by default; int64 of the mask's shape."""
@@ -414,7 +418,8 @@ class Unpadding:
     def _runs_padded(self) -> bool:
         if self.is_paused or self._thread.is_padded or self._thread.reads_padding:
             return True
-        if (now := attention_names(self.model.config)) != self._attention:
+        now = attention_names(self.model.config)
+        if now != self._attention:
             found, tested = (" and ".join(dict.fromkeys(one.values())) for one in (now, self._attention))
             log_once(
                 f"calls are computed with padding, since the attention is {found}: set {tested}, which unpad has tested"

@@ -159,7 +159,8 @@ def _plan_conflicts(trainer: Any) -> Iterator[str]:
     strategy = getattr(args, "train_sampling_strategy", "random")
     if strategy not in {"random", getattr(type(args), "train_sampling_strategy", "random")}:  # KTO has another default
         yield f"train_sampling_strategy is {strategy!r}, which makes its own batches: leave it out"
-    if (started := int(os.environ.get("WORLD_SIZE", "1"))) != args.world_size:
+    started = int(os.environ.get("WORLD_SIZE", "1"))
+    if started != args.world_size:
         yield f"{started} processes were started, but the trainer uses {args.world_size}: on a CPU, set use_cpu=True"
     if args.world_size > 1 and not (args.average_tokens_across_devices or is_preference_trainer(trainer)):
         yield "average_tokens_across_devices is off, so ranks with few tokens would count as much as others: turn it on"

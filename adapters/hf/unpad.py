@@ -175,7 +175,8 @@ def set_isolating_attention(
     Raises:
         ModelError: The probe fails.
     """
-    config, attn_impl = trained_config(model.config), AUTO if named == NAME else named
+    config = trained_config(model.config)
+    attn_impl = AUTO if named == NAME else named
     on_cpu = next(model.parameters()).device.type == "cpu"
     verdict = probe_small_copy(config, attn_impl=attn_impl, on_cpu=on_cpu)
     choice = choose_attention(attn_impl, verdict, flash_installed=find_spec("flash_attn") is not None, on_cpu=on_cpu)

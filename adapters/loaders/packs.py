@@ -209,7 +209,8 @@ def _supervised_labels(batch: Mapping[str, Any], mask: torch.Tensor) -> torch.Te
         for name in MASKS:
             if name in batch:
                 labels = labels.masked_fill(batch[name] == 0, IGNORED_LABEL)
-    first, positions = mask.cumsum(1) == 1, batch.get(POSITIONS)
+    first = mask.cumsum(1) == 1
+    positions = batch.get(POSITIONS)
     if positions is not None and positions.shape == mask.shape:  # a collator has joined samples
         first = first | (positions == 0)
     return labels.masked_fill((mask == 0) | first, IGNORED_LABEL)

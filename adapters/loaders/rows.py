@@ -258,7 +258,8 @@ def sample_lengths(batch: Mapping[str, Any], num_samples: int) -> list[int]:
 
 def _without_padding(batch: Mapping[str, Any]) -> Row:
     """Return the only row of a batch, without its padding."""
-    if (mask := batch.get(ATTENTION)) is None:
+    mask = batch.get(ATTENTION)
+    if mask is None:
         return batch
     kept = mask != 0
     return {
@@ -377,7 +378,8 @@ def read_row(row: Row, index: int | None = None) -> Row:
         return row
     name = "a row" if index is None else f"row {index:,}"
     if not isinstance(row, Mapping):
-        fact = f"{name} is of type {type(row).__name__}, but has to be a mapping such as {{'{TOKENS}': [5, 6, 7]}}"
+        kind = type(row).__name__
+        fact = f"{name} is of type {kind}, but has to be a mapping such as {{'{TOKENS}': [5, 6, 7]}}"
         raise ArgumentError("host", fact, {"row": index})
     if row.get(TOKENS) is None:
         found = f"the columns {', '.join(map(str, row))[:_MOST_NAMES]}" if row else "no column"
@@ -398,7 +400,8 @@ def read_row(row: Row, index: int | None = None) -> Row:
     if by := ATTENTION if attention.size and attention.max() > 1 else several:
         fact = f"{name} holds several samples, as its {by} shows: give each sample a row, or they attend to each other"
         raise ArgumentError("host", fact, {"row": index, "column": by})
-    if (labels := given.pop(LABELS, None)) is None:
+    labels = given.pop(LABELS, None)
+    if labels is None:
         labels = tokens.copy()
         for column in MASKS:
             labels[given.get(column, tokens[:0]) == 0] = IGNORED_LABEL
@@ -422,7 +425,8 @@ def _multi_sample_column(row: Row, columns: Collection[str], num_tokens: int) ->
     if places.size % num_tokens:
         return POSITIONS
     places = places.reshape(-1, num_tokens)
-    return POSITIONS if ((places[:, 1:] == 0) | (places[:, 1:] < places[:, :-1])).all(0).any() else None
+    restarts = (places[:, 1:] == 0) | (places[:, 1:] < places[:, :-1])
+    return POSITIONS if restarts.all(0).any() else None
 
 
 def _to_integers(values: Any, column: str, name: str) -> NDArray[np.int64]:
@@ -512,4 +516,6 @@ def _is_tensor_like(value: Any) -> bool:
     depth = 0
     while isinstance(value, list | tuple) and value:
         value, depth = value[0], depth + 1
-    return not isinstance(value, str | bytes | Mapping) and (depth > 1 or getattr(value, "ndim", 0) >= 1)
+    if isinstance(value, str | bytes | Mapping):
+        return False
+    return depth > 1 or getattr(value, "ndim", 0) >= 1

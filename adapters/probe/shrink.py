@@ -242,7 +242,8 @@ def _count_kept_layers(config: Mapping[str, Any], layers: int, layers_per_kind: 
     Return the number of first layers to keep, from 2 to `_MAX_LAYERS`. These include
     *layers_per_kind* layers of each kind if possible.
     """
-    kept, shared = 2, 1 if config.get("num_kv_shared_layers") else 0
+    kept = 2
+    shared = 1 if config.get("num_kv_shared_layers") else 0
     for key, value in config.items():
         if isinstance(value, (list, tuple)) and len(value) == layers and not key.endswith("_ids"):
             kinds = [str(item) for item in value]
@@ -276,7 +277,8 @@ def _shrink_rope(rope: Any, context: _ConfigFacts) -> Any:
     if any(isinstance(value, Mapping) for value in rope.values()):
         return {kind: _shrink_rope(value, context) for kind, value in rope.items()}
     size = context.head if not context.config.get("qk_rope_head_dim") else HEAD // 2
-    half, small = int(size * _rotary_share(context.config, rope)) // 2, dict(rope)
+    half = int(size * _rotary_share(context.config, rope)) // 2
+    small = dict(rope)
     for name in ("long_factor", "short_factor"):
         if isinstance(rope.get(name), (list, tuple)):
             small[name] = list(rope[name])[:half]

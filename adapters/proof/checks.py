@@ -98,7 +98,8 @@ def assert_equal_to_alone(
     """
     row = PackedBatch.read(batch, starts)
     _refuse_crossing_labels(row)
-    samples, limit = row.samples(alone), difference_limit(model) if limit is None else limit
+    samples = row.samples(alone)
+    limit = difference_limit(model) if limit is None else limit
     refuse_sharded_weights(model)
     if not any(one.requires_grad for one in model.parameters()):
         raise ModelError("probe", "the model has no weight with requires_grad, so there are no gradients to compare")

@@ -323,7 +323,9 @@ def reduce_differences(tokens: torch.Tensor, *, median: bool) -> float:
     """
     if not bool(tokens.isfinite().all()):
         return math.inf
-    return float(tokens.max()) if not median else float(tokens.median()) if len(tokens) >= _MIN_TOKENS else 0.0
+    if not median:
+        return float(tokens.max())
+    return float(tokens.median()) if len(tokens) >= _MIN_TOKENS else 0.0
 
 
 def read_logits(output: Any, shape: Shape) -> torch.Tensor:

@@ -145,7 +145,8 @@ class WatchedPass:
             result: Node of a tensor that the pass has computed.
             readers: Indices of the samples to test; None takes all.
         """
-        weights = torch.randn(result.example.shape, generator=torch.Generator().manual_seed(_SEED)).to(result.example)
+        drawn = torch.randn(result.example.shape, generator=torch.Generator().manual_seed(_SEED))
+        weights = drawn.to(result.example)
         for reader in range(len(self.packed.places)) if readers is None else readers:
             largest = self._gradient_sizes(result, reader, weights)
             others = {number: size for number, size in enumerate(largest) if number != reader and size != 0}
@@ -228,7 +229,8 @@ def changed_embeddings(model: torch.nn.Module, share: float) -> Iterator[None]:
     draw = torch.Generator().manual_seed(_SEED)
 
     def change(_: Any, __: Any, embedded: torch.Tensor) -> torch.Tensor:
-        return embedded * (1 + share * (torch.randint(2, embedded.shape, generator=draw).to(embedded) * 2 - 1))
+        signs = torch.randint(2, embedded.shape, generator=draw).to(embedded) * 2 - 1
+        return embedded * (1 + share * signs)
 
     with ExitStack() as hooks:
         for module in _embedding_modules(model):

@@ -144,7 +144,8 @@ def assert_step_loss(
         float((gradients[name].double() * one).sum()) for name, one in expected.gradients.items() if name in gradients
     )
     factor = along / (sum(float((one.double() ** 2).sum()) for one in expected.gradients.values()) or 1.0)
-    found, facts = StepLoss(loss, expected.loss, apart.gradients, factor, tokens, limit), []
+    found = StepLoss(loss, expected.loss, apart.gradients, factor, tokens, limit)
+    facts = []
     if loss is not None and not apart.loss <= limit:
         facts.append(f"the step's loss is {loss:.5g} instead of {found.due:.5g} (factor {loss / found.due:.4g})")
     if not found.gradients <= limit:

@@ -66,7 +66,8 @@ class _RankActor:
 
     def call(self, method: str, shard: Any, options: Mapping[str, Any]) -> Arrays:
         """Return the result of the worker's *method* on *shard*."""
-        return getattr(self._worker, method)(shard, **options)  # type: ignore[no-any-return]  # of the user's worker
+        arrays: Arrays = getattr(self._worker, method)(shard, **options)
+        return arrays
 
 
 class RayWorkers:

@@ -70,7 +70,8 @@ _WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 class OneRank:
     """A `core.ports.RankGroup` of one process."""
 
-    rank, world_size = 0, 1
+    rank = 0
+    world_size = 1
 
     def build_on_rank_zero(self, build: Callable[[ReportProgress], Arrays], *, timeout_s: float) -> Arrays:  # noqa: ARG002  # no one waits
         """Return the result of *build*; see `core.ports.RankGroup`."""
@@ -134,7 +135,8 @@ class TorchGroup:
                 world_size=world_size,
                 timeout=timedelta(seconds=timeout_s),
             )
-        self.rank, self.world_size, self._timeout_s, self._calls = rank, world_size, timeout_s, 0
+        self.rank, self.world_size = rank, world_size
+        self._timeout_s, self._calls = timeout_s, 0
         self._heartbeat = Heartbeat(self._store) if rank == 0 else None
 
     def build_on_rank_zero(self, build: Callable[[ReportProgress], Arrays], *, timeout_s: float) -> Arrays:
@@ -167,7 +169,8 @@ class TorchGroup:
 
     def gather_arrays(self, arrays: Arrays) -> tuple[Arrays, ...]:
         """Return the arrays of all ranks, by rank; see `core.ports.RankGroup`."""
-        mine, gathered = {name: np.array(array, order="C") for name, array in arrays.items()}, []
+        mine = {name: np.array(array, order="C") for name, array in arrays.items()}
+        gathered = []
         for rank, answer in enumerate(self.gather(_describe_arrays(mine))):
             theirs = mine if rank == self.rank else _empty_arrays(json.loads(answer))
             for array in theirs.values():
@@ -188,9 +191,8 @@ class TorchGroup:
         """
         with suppress(dist.DistError):
             if getattr(error, "kind", "") == "rank_gone" and self._wait_store.check([DIED]):
-                return RunError(
-                    "rank_gone", f"{self._wait_store.get(DIED).decode()}; so rank {self.rank} cannot continue"
-                )
+                reason = self._wait_store.get(DIED).decode()
+                return RunError("rank_gone", f"{reason}; so rank {self.rank} cannot continue")
         return error
 
     def report_failure(self, error: Exception) -> None:
@@ -242,13 +244,15 @@ class TorchGroup:
         if "failed" in answer:
             self._store.set(f"{key}/read/{self.rank}", "")
             raise RunError("rank_zero", f"rank 0 failed: {answer['failed']}")
-        return answer["built"]  # type: ignore[no-any-return]  # of `_describe_arrays`
+        built: list[tuple[str, str, list[int]]] = answer["built"]
+        return built
 
     def _await_keys(
         self, keys: list[str], timeout_s: float, kind: Literal["rank_gone", "rank_zero"], *, awaited: str
     ) -> list[str]:
         """Return the values of *keys*; RunError on timeout, or if a rank or the heartbeat fails."""
-        watch, last_warning = _KeyWatch(self._wait_store, keys), 0.0
+        watch = _KeyWatch(self._wait_store, keys)
+        last_warning = 0.0
         while not watch.over.wait(_POLL_S):
             now, heard = time.monotonic(), watch.task or "nothing"
             waited, silence = now - watch.started, now - watch.last_beat
@@ -373,7 +377,8 @@ def _agree_on_launch(store: Store, rank: int, world_size: int, timeout_s: float)
     every rank has found its own token in the list. So no rank accepts a token or list of an earlier
     launch.
     """
-    own, tokens = secrets.token_hex(8), [f"token/{number}" for number in range(world_size)]
+    own = secrets.token_hex(8)
+    tokens = [f"token/{number}" for number in range(world_size)]
     store.set(tokens[rank], own)
     store.wait(tokens, timedelta(seconds=timeout_s))
     deadline = time.monotonic() + timeout_s

@@ -223,12 +223,14 @@ class DatasetRowsMeasurer(SwiftMeasurer):
 
     def media_facts(self, index: int, *, decode: bool = False) -> tuple[MediaFacts, ...]:
         """Return the size and digest of each media file of row *index*; see `LengthSource`."""
-        return tuple(chain.from_iterable(map(partial(super().media_facts, decode=decode), self._sequences(index))))
+        facts = partial(super().media_facts, decode=decode)
+        return tuple(chain.from_iterable(map(facts, self._sequences(index))))
 
     def measure_batch(self, indices: range, *, in_full: bool) -> list[MeasuredSample | RecordError]:
         """Measure consecutive rows in this process; see `SwiftMeasurer`."""
         outcomes = super().measure_batch(self._record_indices(indices), in_full=in_full)
-        return [*map(_join_outcomes, zip(*[iter(outcomes)] * self._encoder.records_per_sample, strict=True))]
+        by_row = zip(*[iter(outcomes)] * self._encoder.records_per_sample, strict=True)
+        return [*map(_join_outcomes, by_row)]
 
     def sequence_lengths(self, index: int) -> list[int]:
         """Return the length of each sequence in row *index*, which must not be a bad record."""

@@ -262,7 +262,8 @@ class _Container:
             raise self._refusal("has a codec for which no decoder is installed: encode it again, as H.264")
         self._refuse_size(stream.width, stream.height)
         if stream.frames > self.size:  # decord would allocate memory for them, and end the process
-            raise self._refusal(f"claims {stream.frames:,} frames, in {counted(self.size, 'byte')}: encode it again")
+            reason = f"claims {stream.frames:,} frames, in {counted(self.size, 'byte')}: encode it again"
+            raise self._refusal(reason)
         seconds = (self.opened.duration or 0) / 1e6
         self._refuse_seconds(seconds)
         first, packets = self._first_frame(stream)
@@ -354,7 +355,8 @@ class _Container:
 def quarter_turns(path: str) -> int:
     """Return the number of counter-clockwise quarter turns by which a player rotates a video."""
     with open_video(path) as container:
-        return _count_quarter_turns(next(container.decode(container.streams.best("video"))))
+        first = next(container.decode(container.streams.best("video")))
+        return _count_quarter_turns(first)
 
 
 def _count_quarter_turns(frame: Any) -> int:

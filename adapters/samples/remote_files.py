@@ -197,7 +197,8 @@ def _open_file_system(url: str, timeouts: Timeouts) -> tuple[Any, str]:
             options = _http_options(timeouts) if scheme in _HTTP else {}
             system = _file_systems.setdefault(key, fsspec.filesystem(scheme, use_listings_cache=False, **options))
     except ImportError as error:
-        raise FetchError(f"{scheme}:// needs another package: pip install {PACKAGES[scheme] or error.name}") from None
+        package = PACKAGES[scheme]
+        raise FetchError(f"{scheme}:// needs another package: pip install {package or error.name}") from None
     if scheme not in _HTTP:
         return system, str(system._strip_protocol(url))  # noqa: SLF001  # each file system's public way to take names
     if "@" in url.partition("://")[2].partition("/")[0]:

@@ -221,7 +221,8 @@ def length_inputs(config: RunConfig, template: Template) -> Fingerprint:
         "template.template": arguments.template,
         "template.prompt": render_prompt(template),
     }
-    for file in sorted({file for pattern in PROCESSING_FILES for file in Path(config.model.model).glob(pattern)}):
+    folder = Path(config.model.model)
+    for file in sorted({file for pattern in PROCESSING_FILES for file in folder.glob(pattern)}):
         inputs[f"model.{file.name}.sha256"] = hashlib.sha256(file.read_bytes()).hexdigest()
     inputs["version.measuring"] = MEASURING_VERSION
     for package in _PROCESSING_PACKAGES:

@@ -327,7 +327,8 @@ def row_ranks(arguments: Any) -> int:
 
 def _plan_conflicts(arguments: Any) -> Iterator[Fault]:
     """Yield a fault for each argument that contradicts a plan."""
-    if (kind := unplanned_rlhf(arguments)) and arguments.packing:
+    kind = unplanned_rlhf(arguments)
+    if kind and arguments.packing:
         why = "which generates answers in training, so no plan can know their lengths"
         fact = why if kind in _DRAWING else "whose rows are not packed"
         yield Fault("--rlhf_type", f"is {kind}, {fact}: leave --packing out, and the plugin skips padding")

@@ -59,7 +59,8 @@ class RowFactsPreprocessor(AddLengthPreprocessor):  # type: ignore[misc]  # has 
                 raise
             encoded, reason = {"lengths": [0]}, f"{type(error).__name__}: {error}"
         digest, supervised = encoded_row_facts(encoded)
-        return {**row, "lengths": encoded["lengths"], _DIGEST: digest, _SUPERVISED: supervised, _REASON: reason}
+        facts = {"lengths": encoded["lengths"], _DIGEST: digest, _SUPERVISED: supervised, _REASON: reason}
+        return {**row, **facts}
 
 
 def take_bad_rows(rows: Any) -> tuple[Any, list[BadRecord]]:
@@ -148,7 +149,8 @@ class PlannedPacks(Dataset[PackOfRows]):
         lengths = [count_tokens(length) for length in dataset["lengths"]]
         self.plan: Plan = plan(lengths, packing_length or template.max_length, algorithm=ALGORITHMS[packing_strategy])
         starts = self.plan.packs.offsets[:-1]
-        self.packed_length: list[int] = np.add.reduceat(self.plan.lengths[self.plan.packs.indices], starts).tolist()
+        tokens = np.add.reduceat(self.plan.lengths[self.plan.packs.indices], starts)
+        self.packed_length: list[int] = tokens.tolist()
 
     @cached_property
     def facts(self) -> RowFacts:
@@ -199,4 +201,5 @@ class PackCollator:
 
     def __call__(self, packs: list[PackOfRows]) -> dict[str, Any]:
         """Return the model's inputs for a batch of packs, and the pack indices under `PACK`."""
-        return {**self._collate(list(packs)), PACK: [rows.pack for rows in packs]}
+        indices = [rows.pack for rows in packs]
+        return {**self._collate(list(packs)), PACK: indices}

@@ -120,7 +120,8 @@ def _eval_packs(trainer: Any) -> PlannedPacks | None:
 class _PlannedSwiftTraining(ServesPacks):
     """Mixin that makes a trainer of ms-swift load and train planned packs."""
 
-    fixed_arguments, loads_by_class = PREFERENCE_ARGUMENTS, True
+    fixed_arguments = PREFERENCE_ARGUMENTS
+    loads_by_class = True
     template: Any
 
     def _prepare_inputs(self, inputs: dict[str, Any]) -> dict[str, Any]:

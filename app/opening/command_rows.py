@@ -108,7 +108,8 @@ def _with_stored_lengths(pipeline: Any, config: RunConfig, split: str, rows: Any
     supervised = column(stored.table, "supervised")[kept].tolist()
     if arguments.resume_from_checkpoint and split == "train":
         saved = read_resume_state(Path(arguments.resume_from_checkpoint))
-        if saved is not None and saved.data != RowFacts.from_rows((one, 0, UNKNOWN) for one in digests).digest:
+        found = RowFacts.from_rows((one, 0, UNKNOWN) for one in digests).digest
+        if saved is not None and saved.data != found:
             fact = f"the checkpoint was trained with other lengths than those in {folder}"
             raise StaleError("stale_lengths", fact, {"folder": folder})
     if not kept.size:  # ms-swift has none either

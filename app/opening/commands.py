@@ -118,7 +118,8 @@ def resolve_command(words: Sequence[str], *, world_size: int | None = None, degr
     with loading_libraries():
         from packplan.adapters.swift.command import COMMANDS, DATA_SETS, read_command
 
-    if unknown := [*_unknown_flags(arguments, [field.name for field in fields(COMMANDS[task][0])])]:
+    known = [field.name for field in fields(COMMANDS[task][0])]
+    if unknown := [*_unknown_flags(arguments, known)]:
         raise ConfigError(COMMAND, tuple(unknown))
     count = partial(_count_started_ranks, launcher)
     plain, run = read_command(task, arguments, world_size=world_size, count_started=count, degrees=degrees)

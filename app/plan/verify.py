@@ -202,7 +202,8 @@ def _faults_of_plan(split: Split, lengths: StoredLengths, stored: StoredPlan | N
     if stored is None:
         yield Finding("plan", where, "no plan is stored: packplan plan build makes one")
         return
-    differences = stored.key.differences(split.plan_key(lengths.digest))
+    key = split.plan_key(lengths.digest)
+    differences = stored.key.differences(key)
     for difference in differences:
         values = str(difference).removeprefix(f"{difference.key} was ")
         reason = f"planned with {values}: packplan plan build plans again"

@@ -140,7 +140,8 @@ def describe_changed_records(split: Split) -> str:
     if not changed.size:
         return "records were moved or removed"
     number = f"{changed.size:,} of {counted(min(len(stored), len(current)), 'record')}"
-    return f"{number} {verb_for(changed.size)} new or changed, the first is {split.source.location(int(changed[0]))}"
+    first = split.source.location(int(changed[0]))
+    return f"{number} {verb_for(changed.size)} new or changed, the first is {first}"
 
 
 def _measure_and_audit(split: Split, stored: StoredRows, bad: BadRecords, report: ReportProgress) -> Table:

@@ -212,7 +212,8 @@ def plan_epochs(
         known = {one.epoch: one for one in plans.load_epochs(key)}
         whole, records = _record_epochs(planner, split, schedule, known, report)
         plans.save_epochs(key, records, whole)
-        return {"records": np.frombuffer(json.dumps([attrs.asdict(one) for one in records]).encode(), dtype=np.uint8)}
+        text = json.dumps([attrs.asdict(one) for one in records])
+        return {"records": np.frombuffer(text.encode(), dtype=np.uint8)}
 
     rows = json.loads(ranks.build_on_rank_zero(split.stores.lock, plan_and_store)["records"].tobytes())
     epochs = PlannedEpochs(planner, tuple(EpochRecord(**row) for row in rows), split.works)

@@ -277,7 +277,8 @@ def run_identity(config: RunConfig, *, files: Mapping[str, Any], model: Mapping[
         files: Key -> content of the file that the key names.
         model: Name of each of the model's files -> its size and digest.
     """
-    fixed, changeable = {**config_length_inputs(config), **model}, dict[str, str]()
+    samples = config_length_inputs(config)
+    fixed, changeable = {**samples, **model}, dict[str, str]()
     for key, value in shared_values(config, files).items():
         section, name = key.split(".")[:2]
         if section not in {"model", "training"} or name == "model" or UNCOMPARED.fullmatch(name):

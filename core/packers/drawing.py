@@ -147,7 +147,8 @@ def _pack_items(
 def _exchange_equals(labels: NDArray[np.int32], lengths: IntArray, order: IntArray) -> Packs:
     """Return packs in which samples of equal length have swapped places, by a shuffled *order*."""
     places = np.argsort(lengths, kind="stable")
-    return _packs_from_labels(labels[places], order[np.argsort(lengths[order], kind="stable")])
+    drawn = order[np.argsort(lengths[order], kind="stable")]
+    return _packs_from_labels(labels[places], drawn)
 
 
 def _packs_from_labels(labels: NDArray[np.int32], order: IntArray) -> Packs:

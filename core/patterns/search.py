@@ -186,7 +186,8 @@ class _Search:
             for pattern, num in taken + partial:
                 for index, per_bin in pattern.items():
                     left[index] += num * per_bin
-            filled, rest = gather_room(self.fill(left), self.tally, capacity=self.capacity, effort=self.effort)
+            again = self.fill(left)
+            filled, rest = gather_room(again, self.tally, capacity=self.capacity, effort=self.effort)
             saved = before - num_packs(kept + filled + rest)
             idle = 0 if saved * 10 >= before - enough else idle + 1
             if saved >= 0:
@@ -200,7 +201,8 @@ def _split_at_random(filling: Filling, num: int, seed: int) -> tuple[Filling, Fi
         return [], []
     ends = np.cumsum([num_bins for _, num_bins in filling])
     drawn = np.random.PCG64(seed).random_raw(num + 20) % ends[-1].astype(np.uint64)
-    nums = np.bincount(np.searchsorted(ends, drawn.astype(np.int64), side="right"), minlength=len(filling)).tolist()
+    places = np.searchsorted(ends, drawn.astype(np.int64), side="right")
+    nums = np.bincount(places, minlength=len(filling)).tolist()
     taken = [(pattern, min(most, wanted)) for (pattern, most), wanted in zip(filling, nums, strict=True) if wanted]
     stay = [(pattern, most - wanted) for (pattern, most), wanted in zip(filling, nums, strict=True) if most > wanted]
     return stay, taken

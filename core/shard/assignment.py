@@ -73,7 +73,8 @@ def balance_items(costs: IntArray, works: IntArray, *, shards: int, per_shard: i
     needed, left = shards * per_shard, len(sizes)
     heap = list(range(shards))  # work and worker in one number
     for item in np.lexsort((-costs, -works)).tolist():
-        wanted = sizes[item] * per_shard
+        size = sizes[item]
+        wanted = size * per_shard
         passed = []
         while heap:
             shard = heap[0] % shards

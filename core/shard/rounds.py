@@ -218,7 +218,8 @@ def assign_rounds(labels: IntArray, costs: IntArray, works: IntArray, *, shards:
     result = np.empty_like(labels)
     done = np.zeros(shards, dtype=np.int64)
     # The least even rounds come first, so that later rounds compensate for them.
-    for number in sorted(range(rounds), key=lambda number: (-int(np.ptp(levelled[number].sums)), number)):
+    order = sorted(range(rounds), key=lambda number: (-int(np.ptp(levelled[number].sums)), number))
+    for number in order:
         one = levelled[number]
         workers = np.argsort(done, kind="stable")
         for worker, place in zip(workers.tolist(), np.argsort(-one.sums, kind="stable").tolist(), strict=True):

@@ -146,7 +146,8 @@ def _assign_step(steps: IntArray, degrees: IntArray, world_size: int, sync_at: S
     held = _assign_heaviest_first(steps, falling)
     _level_ranks(steps, held)
     # Heavy packs first on each rank, so that microbatches at the same time are similar.
-    held = np.take_along_axis(held, np.argsort(-_gather_works(steps, held), axis=2, kind="stable"), axis=2)
+    heavy_first = np.argsort(-_gather_works(steps, held), axis=2, kind="stable")
+    held = np.take_along_axis(held, heavy_first, axis=2)
     return held.transpose(0, 2, 1).reshape(num_steps, per_step)
 
 
@@ -239,7 +240,8 @@ def _level_ranks(steps: IntArray, held: IntArray) -> None:
         if not active.size:
             return
         several = number >= _SINGLE_ROUNDS and number % 2
-        changed[active[_exchange(held, active, works, swaps=swaps[-1 if several else 0], number=number)]] = number
+        exchanged = _exchange(held, active, works, swaps=swaps[-1 if several else 0], number=number)
+        changed[active[exchanged]] = number
 
 
 def _exchange(held: IntArray, active: IntArray, works: IntArray, *, swaps: NDArray[np.int64], number: int) -> IntArray:

@@ -76,7 +76,8 @@ def read_vision_work(config: Sizes) -> VisionWork:
     - `use_absolute_position_embeddings` and the model's `downsample_ratio`: InternVL, whose tiles
       all have the same size.
     """
-    keys = ConfigKeys(config["vision_config"])
+    sizes = config["vision_config"]
+    keys = ConfigKeys(sizes)
     if None not in (config.get("downsample_ratio"), keys.find("use_absolute_position_embeddings")):
         return _tile_work(keys, config["downsample_ratio"], text=ConfigKeys(config["text_config"]).size("hidden_size"))
     if (full := keys.find("fullatt_block_indexes")) is not None:

@@ -91,7 +91,8 @@ def test_a_parquet_file_has_the_packs_of_the_plan(tmp_path_factory, rows, data):
 @given(rows_of_text())
 def test_a_megatron_bridge_file_foretells_what_the_rows_do(tmp_path_factory, rows):
     """As its reader cuts it: tokens without each sample's last, the next ones as labels, masks."""
-    plan, path = plan_of(rows), tmp_path_factory.mktemp("export") / "packs.idx.parquet"
+    plan = plan_of(rows)
+    path = tmp_path_factory.mktemp("export") / "packs.idx.parquet"
 
     export_megatron_bridge(rows, plan, path)
 
@@ -115,7 +116,8 @@ def test_a_megatron_bridge_file_foretells_what_the_rows_do(tmp_path_factory, row
 @given(rows_of_text(), st.integers(0, 9))
 def test_a_llama_factory_folder_has_rows_that_its_collators_keep(tmp_path_factory, rows, pad):
     """The mask numbers a row's samples; padding of at least one token follows, to 8s."""
-    datasets, plan = pytest.importorskip("datasets"), plan_of(rows)
+    datasets = pytest.importorskip("datasets")
+    plan = plan_of(rows)
     folder = tmp_path_factory.mktemp("export") / "packs"
 
     export_llama_factory(rows, plan, folder, pad_token_id=pad)

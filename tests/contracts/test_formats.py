@@ -188,7 +188,8 @@ def faults(path: Path) -> list[str]:
 def test_a_copy_is_made_once_and_is_what_its_file_holds(tmp_path, name, hide_change):
     """Other content is another copy; verifying finds that a copy, or a file unseen, has changed."""
     path = write(tmp_path, name)
-    digest, made = opened(path).digest(7), copies(tmp_path)
+    digest = opened(path).digest(7)
+    made = copies(tmp_path)
     assert ([], len(made)) == (faults(path), name not in DIRECT)
     for copy in made:
         written = copy.stat()
@@ -331,7 +332,8 @@ def test_json_of_anything_comes_back_as_the_json_module_wrote_it(tmp_path_factor
     records = sent(opened(folder / "a.jsonl"))
     assert [{"a": value} for value in values] == list(records)
     for index in reversed(range(len(records))):
-        assert records[index] == json.loads(text.encode().split(b"\n")[records.location(index).number - 1])
+        line = text.encode().split(b"\n")[records.location(index).number - 1]
+        assert records[index] == json.loads(line)
 
 
 @pytest.mark.parametrize(
@@ -483,7 +485,8 @@ def test_a_writer_that_ends_early_leaves_no_copy(tmp_path, monkeypatch):
 
 def test_readers_that_start_together_share_one_copy(tmp_path, monkeypatch):
     """One writes it, as ranks on one disk do; the others wait."""
-    path, rewrite = write(tmp_path, "a.parquet"), Mock(side_effect=rewriting._rewrite_parquet)
+    path = write(tmp_path, "a.parquet")
+    rewrite = Mock(side_effect=rewriting._rewrite_parquet)
     monkeypatch.setattr(rewriting, "_rewrite_parquet", rewrite)
 
     with ThreadPoolExecutor(4) as pool:
@@ -600,7 +603,8 @@ def test_a_file_takes_little_memory(tmp_path, name, monkeypatch):
     tracemalloc.start()
     opened(path)
     before, peak = tracemalloc.get_traced_memory()
-    records, held = opened(path), tracemalloc.get_traced_memory()[0] - before
+    records = opened(path)
+    held = tracemalloc.get_traced_memory()[0] - before
     tracemalloc.stop()
     after_opening = resident_bytes(where := read_file(path))
     for row in np.random.default_rng(0).permutation(len(rows))[:3000].tolist():

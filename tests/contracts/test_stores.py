@@ -260,7 +260,8 @@ def test_another_runs_lengths_are_taken_over_once_if_they_fit(tmp_path):
     for folder in (one, two, three):
         folder.mkdir(parents=True)
     assert [] == taken(DiskLengthStore(two, lengths_from=one)), "which has none yet"
-    other, before = filled(DiskLengthStore(one), 6), content(one)
+    other = filled(DiskLengthStore(one), 6)
+    before = content(one)
 
     assert ROWS[:6].tolist() == taken(DiskLengthStore(two, lengths_from=one))
     assert before == content(one) == content(two)

@@ -116,7 +116,8 @@ def join_samples(model, samples):
 
 def weigh_tokens(samples, reduction):
     """Return the weight of each token of a pack but the first, as the target of the one before."""
-    each = [own / max(1, own.sum()) ** -POWERS[reduction] for own in [one["labels"] != -100 for one in samples]]
+    learned = [one["labels"] != -100 for one in samples]
+    each = [own / max(1, own.sum()) ** -POWERS[reduction] for own in learned]
     return torch.cat(each)[1:]
 
 

@@ -52,7 +52,8 @@ def main(config: str, out: str, fault: str = "") -> int:
         return plain(dataset, position)
 
     trained: dict[str, object] = {}
-    gradients, built = Gradients(), way.build_trainer
+    gradients = Gradients()
+    built = way.build_trainer
 
     def build_trainer(config, arguments, splits, *args, **kwargs):
         trained["table"] = splits["train"].table

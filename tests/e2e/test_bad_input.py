@@ -132,7 +132,8 @@ def rename_tensors(model: Path, rename: Callable[[str], str | None]) -> None:
 def change_config(model: Path, *, file: str = "config.json", **keys: object) -> None:
     """Change keys of a model's configuration, or of another file."""
     path = model / file
-    path.write_text(json.dumps({**(json.loads(path.read_text()) if path.exists() else {}), **keys}))
+    content = json.loads(path.read_text()) if path.exists() else {}
+    path.write_text(json.dumps({**content, **keys}))
 
 
 MISSING = "model.layers.1.mlp.up_proj.weight"

@@ -118,7 +118,8 @@ def bad_videos(folder: Path) -> dict[str | tuple[str, str], str]:
 
 def test_a_bad_video_is_named_by_its_record_and_nothing_takes_its_place(open_source, tmp_path):
     """From its container, and refused by a full encode too; the others are measured."""
-    says, limits = bad_videos(tmp_path), {"max_video_s": 600, "max_video_bytes": 3_000_000}
+    says = bad_videos(tmp_path)
+    limits = {"max_video_s": 600, "max_video_bytes": 3_000_000}
     source, _ = open_source([showing(video) for video in [*says, "whole.mp4"]], custom=limits, **SAMPLING)
 
     *bad, good = measured(source)

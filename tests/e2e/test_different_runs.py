@@ -141,7 +141,8 @@ def test_ranks_that_go_on_from_different_checkpoints_are_refused(write_run, exec
         warn_of_overwriting(read_config(path).training, ScriptedGroup(rank=rank))
         assert open_checkpoint(read_config(path), ScriptedGroup(rank=rank), ResumeState) is None
         assert (rank == 0) == ("checkpoint-2 exists, but" in caplog.text)
-    config, said = read_config(path, ["training.resume_from_checkpoint=last"]), []
+    config = read_config(path, ["training.resume_from_checkpoint=last"])
+    said = []
 
     def further(value):
         said.extend([value] * bool(value))  # both find their own checkpoint whole
@@ -179,7 +180,8 @@ def test_a_digest_is_of_every_bit_and_of_its_place(dtype, num_rows, monkeypatch)
     """A changed bit, or two items exchanged; no copy, stride or place in memory changes it."""
     monkeypatch.setattr("packplan.adapters.ranks.torch_group._BLOCK", 4)
     model = torch.nn.Module()
-    rows = torch.randint(0, 255, (num_rows, 11), generator=torch.Generator().manual_seed(0)).to(dtype)
+    drawn = torch.randint(0, 255, (num_rows, 11), generator=torch.Generator().manual_seed(0))
+    rows = drawn.to(dtype)
     for name, weight in {"w": rows, "scale": torch.tensor(2.0), "none": torch.zeros(0, 3)}.items():
         model.register_buffer(name, weight)
 

@@ -46,7 +46,8 @@ def write_small(write_run, text_jsonl, few_scenes):
 def test_the_forecast_is_the_peak_of_training(family, settings, write_small, ready):
     """The peak of the heaviest pack is that of the allocator over two epochs, within 2 %."""
     path = write_small(family, **settings)
-    found, trainer = forecast_of(path), ready(path).trainer
+    found = forecast_of(path)
+    trainer = ready(path).trainer
 
     measured = allocator_peak((*trainer.model.parameters(), *trainer.model.buffers()), trainer.train)
 
@@ -92,13 +93,15 @@ def test_ranks_of_fsdp_run_the_tower_for_videos_too(write_small, sharding, num_p
 @pytest.mark.parametrize("on_gpu", [True, False])
 def test_attention_of_a_gpu_is_one_kernel_for_all_samples(on_gpu, write_run):
     """On a GPU many samples take the tensors and the memory of few; on a CPU, more tensors."""
-    config = read_config(asked(write_run("qwen2", training={"bf16": True, "use_cpu": not on_gpu})))
+    path = asked(write_run("qwen2", training={"bf16": True, "use_cpu": not on_gpu}))
+    config = read_config(path)
     attention, samples = decide_attention(config_to_trace(config), isolated=True), open_splits(config)["train"].encoder
     sample, options = samples.encode(0), {"sharding": "ddp", "world_size": 1, "accumulates": False}
 
     def blocks(*lengths):
         token, trained = sample["labels"][-1], 72 // len(lengths)
-        given = zip(lengths, [[-100] * (n - trained) + [token] * trained for n in lengths], strict=True)
+        labels = [[-100] * (n - trained) + [token] * trained for n in lengths]
+        given = zip(lengths, labels, strict=True)
         return tracer.trace_step([sample | {"input_ids": [token] * n, "labels": one, "length": n} for n, one in given])
 
     with open_step_tracer(config, samples, attention=attention, **options) as tracer:
@@ -145,7 +148,8 @@ def test_the_command_says_the_longest_length_that_fits(write_small, capsys):
 
 def test_a_rank_of_a_shared_pack_holds_its_part(write_small):
     """Half of the longest pack on each of two ranks."""
-    path, keys = write_small(), ["template.max_length=40", "training.effective_batch_size=2"]
+    path = write_small()
+    keys = ["template.max_length=40", "training.effective_batch_size=2"]
 
     alone, shared = (
         forecast_of(path, *keys, f"training.sequence_parallel_size={size}", ranks=2) for size in (1, "auto")

@@ -50,7 +50,8 @@ def run_of(tmp_path_factory):
 def store_samples(folder: Path, num_samples: int) -> Path:
     """Return the YAML of a run whose lengths, an image each, and plan are stored."""
     distribution = DISTRIBUTIONS["vlm-16384"]
-    lengths, path = distribution.lengths(num_samples, seed=0), folder / "run.yaml"
+    lengths = distribution.lengths(num_samples, seed=0)
+    path = folder / "run.yaml"
     sections = {
         "model": {"model": "none"},
         "template": {"max_length": distribution.capacity},
@@ -109,7 +110,8 @@ def plan_as_rank(path: str, out: str) -> int:
     )
     with join_ranks(config, use_cpu=True) as group:
         tracemalloc.start()
-        packs = measure_and_plan(split, Ranks(group, timeout_s=600)).raw.packs
+        planned = measure_and_plan(split, Ranks(group, timeout_s=600))
+        packs = planned.raw.packs
         size = packs.indices.nbytes + packs.offsets.nbytes
         Path(out, f"bytes{os.environ['RANK']}").write_text(str(tracemalloc.get_traced_memory()[1] / size))
     return 0
@@ -117,7 +119,8 @@ def plan_as_rank(path: str, out: str) -> int:
 
 def test_another_rank_takes_a_plan_of_a_million_in_little_memory(server, run_of, tmp_path):
     """Few times the bytes of the plan, which comes from rank 0."""
-    ranks = server.ranks(2, plan_as_rank, str(run_of(1_000_000)), str(tmp_path), folder=tmp_path)
+    path = run_of(1_000_000)
+    ranks = server.ranks(2, plan_as_rank, str(path), str(tmp_path), folder=tmp_path)
 
     assert [0, 0] == finished(ranks)
     assert 1 < float((tmp_path / "bytes1").read_text()) < 8

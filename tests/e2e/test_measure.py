@@ -25,7 +25,8 @@ def run(capfd, tmp_path):
 
     def main(*words: object, status: int = 0, output: Path | None = None) -> str:
         capfd.readouterr()
-        assert status == measure.main([*map(str, words), "-o", str(output or tmp_path / "lengths.parquet")])
+        target = output or tmp_path / "lengths.parquet"
+        assert status == measure.main([*map(str, words), "-o", str(target)])
         return str(capfd.readouterr().err)
 
     return main

@@ -156,7 +156,8 @@ def test_ctrl_c_keeps_what_was_measured_and_the_next_start_goes_on(cluster, buil
 def test_bad_records_are_those_of_one_process(cluster, build, tmp_path):
     """Left out with the same reasons and places; the first one ends a run that skips none."""
     image = {"query": "look", "response": "no", "images": ["none.png"]}
-    data = write_lines(tmp_path / "bad.jsonl", [*chats(9), {"query": "no answer"}, *chats(9, first=9), image])
+    rows = [*chats(9), {"query": "no answer"}, *chats(9, first=9), image]
+    data = write_lines(tmp_path / "bad.jsonl", rows)
     skip = {"train_jsonl": str(data), "on_bad_record": "skip", "max_bad_share": "0.5"}
     assert build("alone", of="qwen2", custom=skip) == build("together", "--ray", cluster, of="qwen2", custom=skip)
 

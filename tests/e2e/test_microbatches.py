@@ -58,7 +58,8 @@ def cut(mode, lengths, shards, global_batch, multiple):
 @example(mode="packed", lengths=[5, 2, 3], shards=1, global_batch=3, multiple=4)
 def test_microbatches_hold_every_token_where_it_belongs(mode, lengths, shards, global_batch, multiple):
     """In place and position, padded as its field; results come back in the order of sequences."""
-    batch, sharding = batch_of(lengths), cut(mode, lengths, shards, global_batch, multiple)
+    batch = batch_of(lengths)
+    sharding = cut(mode, lengths, shards, global_batch, multiple)
 
     returned = []
     for worker in batch.shard(sharding):
@@ -127,7 +128,8 @@ def test_a_field_runs_along_the_sequence_where_it_is_declared():
 @given(lengths=st.lists(st.integers(1, 9), min_size=1, max_size=6), more=st.integers(0, 9))
 def test_wider_rows_and_batches_are_padded_at_their_end(lengths, more):
     """With each field's own value; as stages of a pipeline exchange rows; too narrow is refused."""
-    batch, needed = batch_of(lengths), sum(-(-length // 2) * 2 for length in lengths)
+    batch = batch_of(lengths)
+    needed = sum(-(-length // 2) * 2 for length in lengths)
 
     row, plain = pack_row(batch, multiple=2, row_length=needed + more), pack_row(batch, multiple=2)
     assert needed + more == row.input_ids.shape[1] == int(row.cu_seqlens_padded[-1])

@@ -62,7 +62,8 @@ def test_dft_weighs_each_token_by_its_probability(write_run, ready):
     path = write_run("qwen2", training={"max_steps": 1, "enable_dft_loss": True, "packing_drop_last": False})
     trainer = ready(path).trainer
     with torch.no_grad():
-        inputs = trainer._prepare_inputs(dict(next(iter(trainer.get_train_dataloader()))))
+        batch = next(iter(trainer.get_train_dataloader()))
+        inputs = trainer._prepare_inputs(dict(batch))
         logits, labels = trainer.model.eval()(**logit_inputs(inputs)).logits, inputs["labels"]
         kept = labels[0, 1:] != -100
         chosen = torch.log_softmax(logits[0, :-1].float(), -1)[kept].gather(1, labels[0, 1:][kept, None])

@@ -96,7 +96,8 @@ def test_a_build_says_the_steps_the_place_of_the_plan_and_what_to_type_next(writ
     path = write_run("qwen3", training={"effective_batch_size": 8})
 
     def built(path, *words):
-        return " ".join(run("build", path, *words).err.replace(" \\\n", " ").split())
+        printed = run("build", path, *words).err
+        return " ".join(printed.replace(" \\\n", " ").split())
 
     steps = built(path, "--world-size", 2)
 
@@ -168,7 +169,8 @@ def test_naming_sources_measures_nothing_and_plans_nothing(write_run, run, tmp_p
     texts = [{"text": "red square " * (1 + n % 5)} for n in range(9)]
     for name, rows in {"a1.jsonl": chats(7), "a2.jsonl": chats(5, first=7), "b.jsonl": texts}.items():
         write_lines(tmp_path / name, rows)
-    entries, kept = [str(tmp_path / "a*.jsonl"), str(tmp_path / "b.jsonl")], []
+    entries = [str(tmp_path / "a*.jsonl"), str(tmp_path / "b.jsonl")]
+    kept = []
     for names in ({}, {entries[0]: "chats", entries[1]: "texts"}):
         path = write_run("qwen2", custom={"train_jsonl": entries, "source_names": names})
         run("build", path)
@@ -179,7 +181,8 @@ def test_naming_sources_measures_nothing_and_plans_nothing(write_run, run, tmp_p
         manifest = json.loads(artefacts.pop("train/lengths.json"))
         del manifest["manifest_sha256"], manifest["files"]
         kept.append((artefacts, manifest))
-        assert ([*names.values()] or ["a*.jsonl", "b.jsonl"]) == [one["name"] for one in sources]
+        expected = [*names.values()] or ["a*.jsonl", "b.jsonl"]
+        assert expected == [one["name"] for one in sources]
         assert [12, 9] == [one["num_samples"] for one in sources]
         assert [["query, response"] * 2, ["text"]] == [[file["shape"] for file in one["files"]] for one in sources]
         assert all(one["supervised_tokens"] for one in sources)

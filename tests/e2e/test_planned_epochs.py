@@ -107,7 +107,8 @@ def test_a_curriculum_on_two_ranks_goes_on_with_three(write_mix, start_ranks, tm
         name="three", effective_batch_size=3, resume_from_checkpoint=str(tmp_path / "two" / f"checkpoint-{stop}")
     )
     assert [0, 0, 0] == finished(start_ranks(3, again, tmp_path / "more"))
-    three, packs = rank_main.seen(tmp_path / "more", 3), planner.plan(1).raw.packs
+    three = rank_main.seen(tmp_path / "more", 3)
+    packs = planner.plan(1).raw.packs
     num_batches = -(-(len(packs) - 4) // 3)
     visits = trained_samples(two, 2 * epochs[0]["steps"], 2 * stop) + trained_samples(three, 0, num_batches)
     assert not Counter(packs.indices.tolist()) - visits

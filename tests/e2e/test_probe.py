@@ -164,7 +164,8 @@ def stiff(model):
 
 def remember_a_span(model):
     """Leak as far as a key says that no rule knows."""
-    at_the_end(partial(leak_beyond, getattr(model.config, "memory_span", None) or model.config.spans[0]))(model)
+    span = getattr(model.config, "memory_span", None) or model.config.spans[0]
+    at_the_end(partial(leak_beyond, span))(model)
 
 
 FAULTS = {

@@ -143,5 +143,6 @@ def test_sharded_ranks_with_and_without_media_stay_in_step(server, write_run, tm
     path = str(write_run("qwen3_vl", custom={"train_jsonl": str(data)}, template=SAMPLING, training={"max_steps": 1}))
     assert 0 == plan.main(["build", path, "--quiet"])  # the ranks find the plan
 
-    assert [0, 0] == finished(server.ranks(2, on_rank, path, str(tmp_path), folder=tmp_path))
+    ranks = server.ranks(2, on_rank, path, str(tmp_path), folder=tmp_path)
+    assert [0, 0] == finished(ranks)
     assert all(float((tmp_path / f"loss{rank}").read_text()) > 1 for rank in range(2))

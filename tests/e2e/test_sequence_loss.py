@@ -125,7 +125,8 @@ def reference(logits, fields, loss: OwnLoss) -> tuple[torch.Tensor, float]:
         for t in counted:
             weight = (away.exp() / len(counted)).clamp(max=2) * fields["advantages"][b].double()
             gain = (drawn[t] - old[t]).exp() * weight
-            rows[-1].append(-gain - 0.2 * (-(every[t - 1].exp() * every[t - 1]).sum()))
+            entropy = -(every[t - 1].exp() * every[t - 1]).sum()
+            rows[-1].append(-gain - 0.2 * entropy)
             sizes[-1].append(float(gain.abs().detach() + 6))
 
     def mean(of):
@@ -234,7 +235,8 @@ def test_without_a_token_that_counts_there_is_no_loss():
 )  # fmt: skip
 def test_token_statistics_are_computed_block_by_block(dtype, near, weights):
     """Log-probabilities, entropy in nats, or both, in ragged blocks; none without a target."""
-    vocabulary, generator = token_statistics._CPU_BLOCK // 3, torch.Generator().manual_seed(0)
+    vocabulary = token_statistics._CPU_BLOCK // 3
+    generator = torch.Generator().manual_seed(0)
     logits = (3 * torch.randn(10, vocabulary, generator=generator)).to(dtype)
     logits[2, 7] = -torch.inf
     logits.requires_grad_()
@@ -260,7 +262,8 @@ def test_token_statistics_are_computed_block_by_block(dtype, near, weights):
 
 def test_no_second_copy_of_the_logits_is_kept():
     """Between forward and backward: the logits themselves, and a few numbers of each row."""
-    kept, logits = {}, torch.randn(64, 1000, requires_grad=True)
+    kept = {}
+    logits = torch.randn(64, 1000, requires_grad=True)
     with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.setdefault(t.data_ptr(), t), lambda t: t):
         token_statistics.token_statistics(logits, torch.zeros(64, dtype=torch.long), with_entropy=False)
 

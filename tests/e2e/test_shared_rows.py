@@ -101,7 +101,8 @@ def in_context(folder, *, dtype="float32", checkpointing=False, give_positions=T
     dist.all_reduce(loss := loss.detach() / size)
     parts = [torch.empty_like(logits) for _ in range(size)]
     dist.all_gather(parts, logits.detach())
-    whole, limits = torch.cat(parts, dim=1)[0, layout.restore][layout.is_token], [FLOAT32] * 3
+    whole = torch.cat(parts, dim=1)[0, layout.restore][layout.is_token]
+    limits = [FLOAT32] * 3
     if dtype != "float32":
         limits = [max(2 * rounding, 1e-3) for rounding in distances(alone(folder, dtype), expected)]
     found = distances((whole, loss, gradients), expected)
@@ -304,7 +305,8 @@ def test_a_run_goes_on_on_another_number_of_ranks_to_a_row(write_run, execute, s
             "use_cpu": True}  # fmt: skip
     custom = {"train_jsonl": str(few_scenes), "val_jsonl": str(few_scenes)}
     overlay = {"custom": custom, "template": {"max_length": 500}}
-    together, histories = {**keys, "sequence_parallel_size": 2}, []
+    together = {**keys, "sequence_parallel_size": 2}
+    histories = []
     for name, more in [("run", {}), ("zero", {"deepspeed": ZERO_3, "save_strategy": "no"})][: 1 + IS_CI]:
         path, out = write_run(name=name, training=together | more, **overlay), tmp_path / f"seen {name}"
         assert [0, 0] == finished(start_ranks(2, path, out))

@@ -318,7 +318,8 @@ def test_a_run_goes_on_where_it_was(name, of, before, after, ran):
     """Also on other ranks. On as many, each loss is that of the run that it goes on with."""
     whole, rest = ran("shared" if before == after else "two-ranks"), ran(name)
 
-    found, options = whole.plan(LENGTH[of]), {"packs_per_step": 2, "epochs": 2, "seed": 42}
+    found = whole.plan(LENGTH[of])
+    options = {"packs_per_step": 2, "epochs": 2, "seed": 42}
     start = found.schedule(world_size=before, **options).progress_at(2)
     rest.assert_planned(found, attrs.evolve(found.schedule(world_size=after, **options), start=start))
     assert "packplan: training continues after step 2" in rest.said
@@ -541,7 +542,8 @@ def test_what_cannot_be_trained_as_planned_is_refused(name, ran):
     any rank, before they are trained; a pack whose samples see each other, before the first step.
     """
     changed = ["DataSetError", ""] if name == "replanned" else ["MismatchError", "ranks_disagree"]
-    due, folder = (REFUSED | NOT_BY_DEGREE).get(name, [changed])[-1], ran(name).folder
+    due = (REFUSED | NOT_BY_DEGREE).get(name, [changed])[-1]
+    folder = ran(name).folder
 
     errors = [json.loads(path.read_text()) for path in folder.glob("error*.json")]
     assert [due] * (2 if name in {"fewer", *NOT_BY_DEGREE} else 1) == errors

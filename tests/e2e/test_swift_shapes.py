@@ -206,7 +206,8 @@ def template_of_swift(samples, **arguments):
 
 def compare(samples, index, row, theirs):
     """Hold the encoding of a record against that of a template of ms-swift's, and return it."""
-    expected, sample = theirs.encode(row, return_length=True), samples.read_sample(index)
+    expected = theirs.encode(row, return_length=True)
+    sample = samples.read_sample(index)
     found = samples.encode(index, sample)
     assert sample == samples.read_sample(index), "encoding changes what measuring hands on"
     assert expected["input_ids"] == found["input_ids"], samples.template.tokenizer.decode(expected["input_ids"])

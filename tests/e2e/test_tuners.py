@@ -201,5 +201,6 @@ def test_ms_swift_merges_the_adapters_of_a_checkpoint(server, write_run, execute
     added, before, merged = weights(checkpoint), load_file(f"{model}/model.safetensors"), weights(tmp_path / "merged")
     name = "model.layers.0.self_attn.q_proj"
     low, high = (added[f"base_model.model.{name}.lora_{part}.weight"] for part in "AB")
-    torch.testing.assert_close(merged[f"{name}.weight"], before[f"{name}.weight"] + (32 / 2) * high @ low)
+    scale = 32 / 2
+    torch.testing.assert_close(merged[f"{name}.weight"], before[f"{name}.weight"] + scale * high @ low)
     assert not torch.equal(merged[f"{name}.weight"], before[f"{name}.weight"])

@@ -178,8 +178,10 @@ def test_rows_that_are_packed_or_could_not_be_told_apart_pass_through():
         assert stack.find_real_tokens({**batch_of(padded()), "cache": cached}) is None
 
     model = build("gptj", n_embd=32, n_layer=2, n_head=4, rotary_dim=4, n_positions=64)
-    hooks, columns = unpad(model), torch.arange(POSITIONS)[None]
-    batch, calls = batch_of(torch.cat([columns < 9, columns >= 9]).long()), hooks.counts.calls
+    hooks = unpad(model)
+    columns = torch.arange(POSITIONS)[None]
+    batch = batch_of(torch.cat([columns < 9, columns >= 9]).long())
+    calls = hooks.counts.calls
     model(**batch)
     assert calls + (not hooks.stack.by_positions) == hooks.counts.calls
     assert_same(model, hooks, batch_of(padded()))
@@ -189,7 +191,8 @@ def test_rows_that_are_packed_or_could_not_be_told_apart_pass_through():
 def test_logits_of_padding_are_left_out_on_request(kind):
     """In training, where labels of next tokens read them; loss and gradients stay the same."""
     model = build("qwen2", kind, classifier_dropout=0.0).train()
-    hooks, batch = unpad(model, logits=False), batch_of(padded())
+    hooks = unpad(model, logits=False)
+    batch = batch_of(padded())
     if kind is AutoModelForTokenClassification:
         batch["labels"].clamp_(max=1)
 
@@ -340,7 +343,8 @@ def test_threads_share_a_model(logits):
 def test_a_removed_hook_leaves_the_model_alone():
     """After `remove` and after a call that failed; a copy, which would run by them, is refused."""
     model = build("qwen2")
-    hooks, batch = unpad(model), batch_of(padded())
+    hooks = unpad(model)
+    batch = batch_of(padded())
     as_long = torch.arange(5, 5 + int(batch["attention_mask"].sum()))[None]
     due = model(input_ids=as_long).logits
     with pytest.raises(IndexError):
@@ -376,7 +380,8 @@ def test_attention_weights_are_refused_by_their_name(monkeypatch):
 
 def test_hooks_print_what_they_have_computed():
     """The model, its packed calls, and their positions with and without padding."""
-    hooks, batch = unpad(model := build("qwen2")), batch_of(padded())
+    hooks = unpad(model := build("qwen2"))
+    batch = batch_of(padded())
     model(**batch)
 
     real, whole = int(batch["attention_mask"].sum()), batch["attention_mask"].numel()
@@ -432,7 +437,8 @@ def test_labels_where_the_mask_is_zero_count_as_in_the_padded_pass(labels_of, pa
 def test_first_tokens_after_left_padding_are_not_learned(logits, caplog):
     """As in the samples alone, where nothing predicts them."""
     log_once.cache_clear()
-    model, mask = build("qwen2").train(), padded(right=(0, 0, 0, 0))
+    model = build("qwen2").train()
+    mask = padded(right=(0, 0, 0, 0))
     batch = batch_of(mask)
     batch["labels"] = batch["input_ids"].masked_fill(mask == 0, -100)
     alone = [

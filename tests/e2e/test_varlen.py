@@ -116,7 +116,8 @@ def apart(found, expected):
 @pytest.mark.parametrize(("name", "pack"), [*product(MODELS, PACKS), *product(["windowed"], WINDOWED)])
 def test_a_row_is_its_samples_alone(opened, name, pack):
     """Logits, losses and gradients; exactly, in float64; windows are those of each sample."""
-    lengths, model = (PACKS | WINDOWED)[pack], opened(name)
+    lengths = (PACKS | WINDOWED)[pack]
+    model = opened(name)
 
     assert attention.NAME == model.config.get_text_config()._attn_implementation
     assert difference(model, lengths) < EQUAL
@@ -151,7 +152,8 @@ def test_no_tensor_grows_with_the_square_of_the_row(opened, windowed):
     model = opened("windowed").model
     if not windowed:
         model.config.layer_types = ["full_attention"] * 2
-    length, inputs = 2048, drawn(model, [1536, 500, 12]).packed.inputs
+    length = 2048
+    inputs = drawn(model, [1536, 500, 12]).packed.inputs
 
     def largest():
         with Largest() as found:
@@ -218,7 +220,8 @@ def reference(query, key, value, mask, scaling):
     """Attend by the definition; output of shape (1, tokens, heads, size)."""
     groups = query.shape[1] // key.shape[1]
     key, value = key.repeat_interleave(groups, 1), value.repeat_interleave(groups, 1)
-    return ((query @ key.mT * scaling).masked_fill(~mask, -torch.inf).softmax(-1) @ value).transpose(1, 2)
+    scores = (query @ key.mT * scaling).masked_fill(~mask, -torch.inf)
+    return (scores.softmax(-1) @ value).transpose(1, 2)
 
 
 class AsOnGpu(TorchDispatchMode):
@@ -309,7 +312,8 @@ def test_the_fused_kernel_gives_what_the_definition_gives(kind, key_heads, size,
     assert varlen.why_not_fused(parts[0], layout, dropout=0.0, capability=(9, 0)) is None
     exact = [part.detach().double().requires_grad_() for part in parts]
     blocks = torch.block_diag(*(torch.ones(n, n) for n in layout.lengths)).bool()
-    mask, results = (dense(layout) if layout.is_causal else blocks).cuda(), []
+    mask = (dense(layout) if layout.is_causal else blocks).cuda()
+    results = []
     for inputs, output in (
         (parts, varlen.attend_within_blocks(*parts, layout, dropout=0.0, scaling=0.1)),
         (exact, reference(*exact, mask, 0.1)),

@@ -71,7 +71,8 @@ ROWS, POSITIONS = 4, 24
 def build(family: str, kind: type = AutoModelForCausalLM, **keys):
     """Return a tiny model with random weights, in evaluation."""
     torch.manual_seed(0)
-    return kind.from_config(CONFIG_MAPPING[family](**(_SPECIAL | _OWN.get(family, _SIZES) | keys))).eval()
+    config = CONFIG_MAPPING[family](**(_SPECIAL | _OWN.get(family, _SIZES) | keys))
+    return kind.from_config(config).eval()
 
 
 def batch_of(mask, *, seed: int = 0) -> dict[str, torch.Tensor]:

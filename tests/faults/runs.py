@@ -96,7 +96,8 @@ class Forked(ForkProcess):
 
 def at_each_line(act: Callable[[int], None]) -> None:
     """From here on, act before this process executes a line of our own code."""
-    root, executed = str(Path(__file__).parents[2] / "packplan"), 0
+    root = str(Path(__file__).parents[2] / "packplan")
+    executed = 0
 
     def trace(frame, event, _):
         nonlocal executed

@@ -70,7 +70,8 @@ def noted(folder: Path, number: int) -> list[int]:
 @pytest.mark.parametrize("start", [start_pool, start_loader])
 def test_processes_end_with_the_parent_that_started_them(server, tmp_path, start):
     """Those that measure, waiting or busy; workers of a loader in the middle of a sample."""
-    each_ends(tmp_path, server.start(start, tmp_path, log=tmp_path / "log").pid)
+    parent = server.start(start, tmp_path, log=tmp_path / "log")
+    each_ends(tmp_path, parent.pid)
 
 
 VARIABLES = """

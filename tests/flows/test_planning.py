@@ -442,7 +442,8 @@ def measured(source, known=None):
 )
 def test_only_what_a_table_lacks_is_measured_and_the_result_is_the_same(known, asked, start):
     """In any order, with records twice; known ones are measured only close to unknown ones."""
-    source, indices = ListSource(asked), range(min(start, len(asked) - 1), len(asked))
+    source = ListSource(asked)
+    indices = range(min(start, len(asked) - 1), len(asked))
 
     found = list(merge_known(source, indices, table_of(ListSource(known))))
 

@@ -105,7 +105,8 @@ def model_of(name: str, attention: str = "sdpa", kind: Any = None, **keys: Any) 
 
 def rows_of(name: str) -> list[dict[str, Any]]:
     """Return samples of 1 to 60 tokens, whose first tokens are not learned; some with an image."""
-    draw, rows = np.random.default_rng(1), []
+    draw = np.random.default_rng(1)
+    rows = []
     for length in [1, 2, *draw.integers(3, 60, 25).tolist()]:
         ids = draw.integers(FIRST, LAST, length).tolist()
         row: dict[str, Any] = {}
@@ -205,7 +206,8 @@ def train(rank: int, cell: Cell, out: Path) -> None:
     assert cell.get("row_ranks") == "auto" or len(plan.packs) % 2, "two ranks repeat a pack"
     trainer, row_ranks = trainer_of(cell, model, rows, out / "run"), cell.get("row_ranks", 1)
     use_plan(trainer, plan.raw.packing_length, eval_plan=plan, sequence_parallel_size=row_ranks)  # the same plan
-    asked, watch = assert_step_loss(trainer), WatchBatches(trainer, cell.get("kill_after"))
+    asked = assert_step_loss(trainer)
+    watch = WatchBatches(trainer, cell.get("kill_after"))
     trainer.add_callback(watch)
     killed_ranks = cell.get("killed_ranks", 0)
     trainer.train(resume_from_checkpoint=bool(killed_ranks))

@@ -295,7 +295,8 @@ def hold_rank(rank):
         model = (share or trainer.accelerator.prepare)(trainer.model)
         batches = [batch_of(10 * rank + number, longest=1 / (1 + rank)) for number in (0, 1)]
         own, once = step_of(trainer, batches, model), step_of(trainer, [joined(batches)], model)
-        counts, new = balance(trainer, max_tokens=70), step_of(trainer, batches, model)
+        counts = balance(trainer, max_tokens=70)
+        new = step_of(trainer, batches, model)
         held = trainer.accelerator.gather(torch.tensor([[counts.microbatches, counts.tokens, counts.moved]])).tolist()
         assert nearness(own, new) < NEAR, (loss, nearness(own, new), "what divides it? see _divisor_kind")
         assert held[0][0] == held[1][0] > 1

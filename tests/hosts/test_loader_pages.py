@@ -45,7 +45,8 @@ def test_a_module_of_torch_trains_packs(reader):
     at = reader("torch")
     trained = trained_packs(at.run(at.commands[2]))
 
-    assert planned_packs(pp.plan([*range(5, 45)], 64).schedule(packs_per_step=2, epochs=1)) == trained
+    plan = pp.plan([*range(5, 45)], 64)
+    assert planned_packs(plan.schedule(packs_per_step=2, epochs=1)) == trained
     page = at.folder / "own.py"
     page.write_text(page.read_text().replace("(sample[:, :, None] == sample[:, None, :])", "(sample[:, :, None] > 0)"))
     with at.typing(at.commands[2]) as started:
@@ -57,7 +58,8 @@ def test_a_module_of_torch_trains_packs(reader):
 def test_lightning_goes_on_in_the_middle_of_an_epoch(reader, made):
     """With the batch behind the checkpoint's last one, though Lightning has asked for its steps."""
     at = reader("torch")
-    page, optimizers = at.folder / "train_lightning.py", "def configure_optimizers(self):\n"
+    page = at.folder / "train_lightning.py"
+    optimizers = "def configure_optimizers(self):\n"
     assert optimizers in page.read_text()
     asked = f"{optimizers}        self.trainer.estimated_stepping_batches\n"
     page.write_text(page.read_text().replace(optimizers, asked))
@@ -65,7 +67,8 @@ def test_lightning_goes_on_in_the_middle_of_an_epoch(reader, made):
     rest = trained_packs(at.run(at.commands[4]))
 
     schedule = plan_of(made).schedule(packs_per_step=2, epochs=2)
-    planned, start = planned_packs(schedule), min(step for _, step, _ in rest) - 1
+    planned = planned_packs(schedule)
+    start = min(step for _, step, _ in rest) - 1
     # The process may save once more before it is killed.
     assert start in range(3, schedule.total_steps, 3), "a checkpoint of every third step"
     assert start % schedule.steps_per_epoch, "in the middle of an epoch"

@@ -81,7 +81,8 @@ def run(rank, out, cell, kill_after=None):
     schedule = trainer.schedule  # after a resume, of what was left
     assert all(0 < one.counts.real < one.counts.padded for one in trainer.unpaddings)
     assert len(trainer.unpaddings) == 1 + (cell[0] != "RewardTrainer"), "the reference computes no padding too"
-    assert schedule.total_steps == trainer.state.global_step == schedule.start.step + len(watch.steps)
+    start = schedule.start.step
+    assert schedule.total_steps == trainer.state.global_step == start + len(watch.steps)
     loss = trainer.evaluate()["eval_loss"]
     ranks = [list(schedule.steps(rank=one)) for one in range(schedule.world_size)]
     samples = [

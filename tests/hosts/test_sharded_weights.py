@@ -97,7 +97,8 @@ def trainer_of(host: str, case: str, folder: Path, **more: Any) -> Any:
     models = [make(), make()] if "built first" in case else []
     if host == "KTOTrainer":
         keys |= {"loss_type": "apo_zero_unpaired", "remove_unused_columns": False}
-    args = arguments(getattr(trl, host.replace("Trainer", "Config"), TrainingArguments), folder, **keys)
+    config = getattr(trl, host.replace("Trainer", "Config"), TrainingArguments)
+    args = arguments(config, folder, **keys)
     model, reference = models or (make(), make())
     if host == "DPOTrainer":
         given = {"peft_config": LoraConfig(init_lora_weights=False)} if adapters else {"ref_model": reference}
@@ -132,7 +133,8 @@ def compare(folder: str, host: str, case: str) -> None:
     with own_callbacks():
         due, trainer = numbers_of(make()), make()
         models = [one for one in (trainer.model, getattr(trainer, "ref_model", None)) if one is not None]
-        hooks, found = [unpad(one) for one in models], numbers_of(trainer)
+        hooks = [unpad(one) for one in models]
+        found = numbers_of(trainer)
     assert due == pytest.approx(found, rel=1e-6)
     assert len(due) == 6
     assert (stage_of(case) == 3) == (find_sharded_weight(trainer.model) is not None)
@@ -182,7 +184,8 @@ def go_on(folder: str, case: str) -> None:
     torch.use_deterministic_algorithms(mode=False)
     at, resume = Path(folder, "killed"), {"resume_from_checkpoint": True}
     with own_callbacks():
-        due, trainer = numbers_of(saving(case, Path(folder, "whole"))), saving(case, at)
+        due = numbers_of(saving(case, Path(folder, "whole")))
+        trainer = saving(case, at)
         found = numbers_of(trainer, **resume)
         assert trainer.schedule.start.step == 2
         assert due == found
@@ -247,7 +250,8 @@ def test_a_trainer_computes_the_same_where_ranks_share_weights(host, server, tmp
 @pytest.mark.parametrize("case", ["ZeRO 2", "ZeRO 3, built first"])
 def test_a_killed_run_goes_on_where_ranks_share_weights(case, server, tmp_path):
     """Bit for bit, and parts of the optimizer too; a changed byte of one ends all ranks."""
-    assert [-signal.SIGKILL] * 2 == finished(server.ranks(2, be_killed, str(tmp_path), case, folder=tmp_path))
+    killed = server.ranks(2, be_killed, str(tmp_path), case, folder=tmp_path)
+    assert [-signal.SIGKILL] * 2 == finished(killed)
     assert [0, 0] == finished(server.ranks(2, go_on, str(tmp_path), case, folder=tmp_path))
 
 

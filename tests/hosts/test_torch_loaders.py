@@ -59,7 +59,8 @@ def test_an_iteration_is_an_epoch_and_the_next_one_follows(world_size, accumulat
 def test_a_state_leaves_what_was_not_served(before, after, accumulation, data):
     """At any batch, kept as JSON, on any number of ranks; of a step, whatever was read ahead."""
     ranks = [batches_of(before, rank, accumulation) for rank in range(before)]
-    served, epoch = data.draw(st.integers(0, len(ranks[0]))), [iter(rank) for rank in ranks]
+    served = data.draw(st.integers(0, len(ranks[0])))
+    epoch = [iter(rank) for rank in ranks]
     first = [next(one)[0] for _ in range(served) for one in epoch]
     event(f"other ranks: {before != after}, in the middle: {0 < served < len(ranks[0])}")
     ahead = batches_of(before, 0, accumulation)
@@ -283,7 +284,8 @@ def test_a_stateful_loader_goes_on_where_it_was(workers, taken):
     planned = [[pack for (pack,) in schedule(1).batches(epoch, rank=0)] for epoch in range(2)]
     loader = loader_of(StatefulDataLoader, batches_of(1, 0), workers)
     epoch = iter(loader)
-    first, state = [next(epoch)["packplan_pack"] for _ in range(taken)], loader.state_dict()
+    first = [next(epoch)["packplan_pack"] for _ in range(taken)]
+    state = loader.state_dict()
     del epoch
 
     resumed = loader_of(StatefulDataLoader, batches_of(1, 0), workers)

@@ -88,7 +88,8 @@ def logged(trainer):
 @pytest.mark.parametrize("host", _ROWS)
 def test_a_trainer_computes_the_same(host, tmp_path):
     """A batch's loss and gradients; then two steps, with all that the trainer logs."""
-    expected, trainer = logged(trainer_of(host, tmp_path)), trainer_of(host, tmp_path)
+    expected = logged(trainer_of(host, tmp_path))
+    trainer = trainer_of(host, tmp_path)
 
     found = assert_unpadded_equal(trainer)
     hooks = [unpad(one) for one in (trainer.model, getattr(trainer, "ref_model", None)) if one is not None]
@@ -137,7 +138,8 @@ def test_a_plan_in_trl_trains_images(tmp_path):
     lengths = row_lengths(trainer)
     plan = pp.plan(lengths, sum(lengths) - 1)
 
-    schedule, found = use_plan(trainer, plan), assert_step_loss(trainer)
+    schedule = use_plan(trainer, plan)
+    found = assert_step_loss(trainer)
     trainer.train()
 
     assert found.tokens > len(rows)
@@ -190,7 +192,8 @@ def test_scores_of_labels_are_put_back(first):
     """All that TRL's head gives, of real tokens alone; labels after padding are left out."""
     model = build()
     trl.trainer.utils.add_fused_lm_head(model, outputs=("log_probs", "entropy", "is_top1"))
-    hooks, columns = unpad(model), torch.arange(24)
+    hooks = unpad(model)
+    columns = torch.arange(24)
     mask = torch.stack([columns < 24, columns < 3, columns >= 20, columns < 0]).long()
     ids = torch.randint(2, 300, mask.shape, generator=torch.Generator().manual_seed(0)) * mask
     learned = mask.clone() if first else mask * mask.roll(1, 1)

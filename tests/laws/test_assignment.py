@@ -18,14 +18,16 @@ sync_points = st.sampled_from(SYNC_POINTS)
 def steps(draw, max_ranks: int = 6, max_accumulation: int = 5):
     """Works of whole rows of ranks, in steps of which the last may be shorter; ties are usual."""
     world_size = draw(st.integers(1, max_ranks))
-    size = world_size * draw(st.integers(0, 12))
+    rows = draw(st.integers(0, 12))
+    size = world_size * rows
     works = draw(st.lists(st.integers(0, draw(st.sampled_from([0, 2, 50, UNITS]))), min_size=size, max_size=size))
     return np.array(works, dtype=np.int64), world_size, draw(st.integers(1, max_accumulation))
 
 
 def made_packs(num: int, seed: int = 0) -> np.ndarray:
     """Return works like those of full packs of a vision model: most are near each other."""
-    return to_units(1 + 0.4 * (np.random.PCG64(seed).random_raw(num).astype(np.float64) / 2**64) ** 3)
+    draws = np.random.PCG64(seed).random_raw(num).astype(np.float64) / 2**64
+    return to_units(1 + 0.4 * draws**3)
 
 
 def busiest(works: np.ndarray, world_size: int, accumulation: int, sync_at: str) -> list[int]:
@@ -62,7 +64,8 @@ def test_a_step_keeps_its_packs_and_never_takes_longer(drawn, sync_at):
     event(f"a shorter last step: {works.size % per_step > 0}")
 
     for start in range(0, works.size, per_step):
-        assert list(range(start, min(start + per_step, works.size))) == sorted(order[start : start + per_step])
+        step = range(start, min(start + per_step, works.size))
+        assert list(step) == sorted(order[start : start + per_step])
     options = {"world_size": world_size, "accumulation": accumulation, "sync_at": sync_at}
     bounds = bounds_of_steps(works, **options)
     before, after = busiest(works, **options), busiest(works[order], **options)

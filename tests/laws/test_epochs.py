@@ -69,7 +69,8 @@ def test_plans_follow_from_the_recipe_and_the_epoch_alone(made, epochs):
         assert again.raw.packs == plans[epoch].raw.packs
         assert record_epoch(again, samples) == record_epoch(plans[epoch], samples)
     for epoch, planned in plans.items():
-        plan, chosen = planned.raw, epoch_selection(recipe, policy, samples, epoch)
+        plan = planned.raw
+        chosen = epoch_selection(recipe, policy, samples, epoch)
         record = record_epoch(planned, samples)
         assert (chosen.size, samples.lengths[chosen].sum()) == (record.num_samples, record.num_tokens)
         drawn = (sum(record.source_samples), sum(record.source_tokens))
@@ -124,7 +125,8 @@ def test_a_resume_beyond_fewer_epochs_knows_the_epoch_it_is_in():
     resumed, records = schedule_epochs(fewer, record)
 
     assert (2, 4, []) == (len(records), resumed.total_steps, list(resumed.steps()))
-    one, last = record(0), MOST_EPOCHS * 3
+    one = record(0)
+    last = MOST_EPOCHS * 3
     with pytest.raises(ArgumentError, match=f"the first {MOST_EPOCHS:,} epochs end at optimizer step {last:,}, and"):
         schedule_epochs(attrs.evolve(schedule, max_steps=last + 1), lambda _: one)
     assert MOST_EPOCHS == len(schedule_epochs(attrs.evolve(schedule, max_steps=last), lambda _: one)[1])

@@ -108,7 +108,8 @@ def test_samples_are_exact_shares_to_within_one(given_mix):
     """Counts and caps hold. A source that is too small for its share is named."""
     mixes, sizes = given_mix
     (mix,) = mixes.entries
-    whole, found = quotas(mix, sizes), {fault.path for fault in mixes_faults(mixes, sizes)}
+    whole = quotas(mix, sizes)
+    found = {fault.path for fault in mixes_faults(mixes, sizes)}
     rows = list(zip(mix.sources, sizes, whole, strict=True))
     too_small = [quota > size and not one.replacement for one, size, quota in rows]
     event(f"a source is too small: {any(too_small)}")

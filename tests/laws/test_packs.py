@@ -48,7 +48,8 @@ def test_sums_are_exact_and_rounded_once(lists, data):
     """Whatever the magnitudes: beyond 64 bits, and beside values that vanish in a float's sum."""
     rng = np.random.default_rng(data.draw(st.integers(0, 999)))
     drawn = [int.from_bytes(rng.bytes(16)) >> int(rng.integers(0, 128)) for _ in range(30)]
-    whole, packs = np.array(drawn, dtype=np.float64), Packs.from_lists(lists)
+    whole = np.array(drawn, dtype=np.float64)
+    packs = Packs.from_lists(lists)
     event(f"beyond 64 bits: {any(sum(drawn[i] for i in pack) >= 2**63 for pack in lists)}")
 
     assert [float(sum(int(whole[i]) for i in pack)) for pack in lists] == packs.sums(whole).tolist()

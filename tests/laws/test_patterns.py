@@ -123,7 +123,8 @@ def test_the_knapsack_is_exact(case, rng):
     """Its worth equals that of all ways, and its patterns fit and have that worth."""
     lengths, capacity = case
     sizes = np.array(sorted(set(lengths), reverse=True))
-    prices, worth = np.array([rng.randrange(50) for _ in sizes]), [0] * (capacity + 1)
+    prices = np.array([rng.randrange(50) for _ in sizes])
+    worth = [0] * (capacity + 1)
     for room in range(1, capacity + 1):
         fitting = [worth[room - s] + p for s, p in zip(sizes.tolist(), prices.tolist(), strict=True) if s <= room]
         worth[room] = max([*fitting, worth[room - 1]])
@@ -214,7 +215,8 @@ def test_a_search_never_spends_more_than_its_effort(limit):
     with pytest.raises(SpentError):
         Effort(limit).spend(limit + 1)
     lengths, capacity = narrow()
-    tally, effort = LengthCounts.from_lengths(lengths), Effort(limit)
+    tally = LengthCounts.from_lengths(lengths)
+    effort = Effort(limit)
     with patch("packplan.core.patterns.relaxation.solve_master", side_effect=solve_master) as masters:
         certificate = certify(tally, capacity=capacity, known=len(lengths), effort=effort)
 

@@ -284,7 +284,8 @@ def test_the_ranks_of_a_block_have_the_same_pack_in_the_same_microbatch(schedule
     event(f"largest degree: {max(map(max, degrees))}, by work: {schedule.works is not None}")
     assert all(set(found.tolist()) <= {2**n for n in range(4)} for found in degrees)
     assert max(map(max, degrees)) <= schedule.most_ranks <= schedule.world_size
-    for of_ranks in zip(*[[*schedule.steps(rank=rank)] for rank in range(schedule.world_size)], strict=True):
+    steps = [[*schedule.steps(rank=rank)] for rank in range(schedule.world_size)]
+    for of_ranks in zip(*steps, strict=True):
         for number, packs in enumerate(zip(*(step.batches for step in of_ranks), strict=True)):
             for rank, (pack,) in enumerate(packs):
                 block, degree = of_ranks[rank].ranks[number], degrees[of_ranks[rank].epoch][pack]
@@ -414,7 +415,8 @@ def test_the_golden_order():
     """Under one version, which checkpoints name, the order never changes."""
     schedule = plain_schedule(10, 4, gradient_accumulation_steps=2, num_train_epochs=2, seed=42)
     padded = attrs.evolve(schedule, batch_size=2, dataloader_drop_last=True, seed=7)
-    many, works = attrs.evolve(schedule, num_packs=1000, seed=1), np.arange(1000) ** 2 % 997
+    many = attrs.evolve(schedule, num_packs=1000, seed=1)
+    works = np.arange(1000) ** 2 % 997
     degrees = np.array([1, 1, 1, 2, 1, 1, 1, 4, 1, 16])[np.arange(1000) ** 2 % 10]
     step = attrs.evolve(many, works=works, world_size=8, gradient_accumulation_steps=4)
 

@@ -84,7 +84,8 @@ def test_workers_have_equally_many_microbatches_of_their_global_batch(case):
     for number, batch in (pair for worker in sharding for pair in enumerate(worker)):
         assert {number} == set((batch.indices // size).tolist())
         assert sharding.num_microbatches[number] == len(batch.microbatches)
-        assert {min(padded[number * size :][:size])} >= {padded[i] for i in batch.indices[batch.weights == 0]}
+        shortest = min(padded[number * size :][:size])
+        assert {shortest} >= {padded[i] for i in batch.indices[batch.weights == 0]}
         for members, width in zip(batch.microbatches, batch.widths.tolist(), strict=True):
             held = [padded[i] for i in members]
             assert 0 == width % case["multiple"]
@@ -207,7 +208,8 @@ def test_heavy_rounds_are_filled_to_their_level_and_the_others_evenly(seed, shar
 @given(batches(modes=("packed",)), st.integers(1, 2**30))
 def test_another_unit_of_work_cuts_alike(case, factor):
     """FLOPs or seconds, of a model or of each sequence: the microbatches are the same."""
-    model, scaled = WorkModel(per_position=3, per_pair=2), WorkModel(3 * factor, 2 * factor)
+    model = WorkModel(per_position=3, per_pair=2)
+    scaled = WorkModel(3 * factor, 2 * factor)
 
     for sync_at in ("step", "microbatch"):
         assert cut(case, work=model, sync_at=sync_at).slots == cut(case, work=scaled, sync_at=sync_at).slots

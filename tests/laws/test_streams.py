@@ -86,7 +86,8 @@ def expected(lengths: list[int], options: StreamOptions) -> tuple[list[list[int]
         packs = sorted(sorted(index for index, _ in one) for one in bins if one)
         fills = [Fraction(sum(lengths[index] for index in pack), options.packing_length) for pack in packs]
         full = [pack for pack, fill in zip(packs, fills, strict=True) if fill >= options.min_fill_ratio]
-        oldest_first, leaving = [pack for pack in packs if pack not in full], []
+        oldest_first = [pack for pack in packs if pack not in full]
+        leaving = []
         while oldest_first[not at_end :] and (at_end or sum(map(len, oldest_first)) > options.packing_buffer // 2):
             leaving.append(oldest_first.pop(0))
         buffer[:] = sorted(index for pack in oldest_first for index in pack)
@@ -171,7 +172,8 @@ GOLDEN = {
 
 def test_golden_packs():
     """Under one version, which checkpoints name, packs never change."""
-    lengths, found = (np.arange(1, 2001) * 7919 % 1009 // 3 + 1).tolist(), {}
+    lengths = (np.arange(1, 2001) * 7919 % 1009 // 3 + 1).tolist()
+    found = {}
     for packing_length, buffer in GOLDEN[RULES_VERSION]:
         options = StreamOptions(packing_length=packing_length, packing_buffer=buffer)
         packs = places_in(pack for pack, _ in steps_of(ReaderState(), [*range(2000)], lengths, options))

@@ -59,7 +59,8 @@ def test_a_packing_length_that_few_samples_fit_is_warned_of(of):
         shorter, fitting = (sum(length <= most for length in lengths) for most in (enough - 1, enough))
         assert shorter < 0.95 * len(lengths) <= fitting
         assert text.startswith(f"{len(alone)} of {counted(len(lengths), 'sample')} ")
-        assert text == describe_long_samples(plan, [*lengths, 0, 0], "--packing_length")
+        records = [*lengths, 0, 0]
+        assert text == describe_long_samples(plan, records, "--packing_length")
 
 
 @given(plans())
@@ -185,7 +186,8 @@ def test_sources_divide_a_plan_between_them(of, data):
     is_bad = ~np.isin(np.arange(of_record.size), good)
     of_record[is_bad] = bad
     files = [DataFile(f"{number}.jsonl", str(name), "text", 1) for number, name in enumerate(of_record)]
-    held, table = np.array(lengths) % 3, np.zeros((of_record.size, len(COLUMNS)), np.int32)
+    held = np.array(lengths) % 3
+    table = np.zeros((of_record.size, len(COLUMNS)), np.int32)
     for name, values in {
         "length": lengths, "supervised": np.array(lengths) // 2, "images": 1, "videos": held, "frames": 4 * held,
         "video_patches": 96 * held,

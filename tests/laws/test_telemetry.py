@@ -19,11 +19,13 @@ MODEL = WorkModel(per_position=4, per_pair=2, vision=VisionWork(5, 1, 0, 0))
 def trainings(draw):
     """Lengths, a plan over them, and a schedule over that, which drops no pack."""
     plan, lengths, schedule, packed = draw(schedules())
-    schedule, works = attrs.evolve(schedule, dataloader_drop_last=False), None
+    schedule = attrs.evolve(schedule, dataloader_drop_last=False)
+    works = None
     if draw(st.booleans()):
         images = np.array(draw(st.lists(st.integers(0, 2), min_size=len(lengths), max_size=len(lengths))))
         works = SampleWorks.from_lengths(MODEL, lengths, images=images, patches=4 * images)
-    return lengths, plan, schedule, PackStats.from_plan(plan, np.array(lengths), packed=packed, works=works)
+    pack_stats = PackStats.from_plan(plan, np.array(lengths), packed=packed, works=works)
+    return lengths, plan, schedule, pack_stats
 
 
 def step_batches(schedule: EpochSchedule, step: int) -> list[list[list[int]]]:

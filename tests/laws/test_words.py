@@ -34,7 +34,8 @@ def test_of_many_ranges_the_first_are_written(indices, most):
     """An ellipsis stands for the others, and for nothing else."""
     whole = format_ranges(indices).split(", ")
 
-    assert ", ".join(whole if len(whole) <= most else [*whole[:most], "…"]) == format_ranges(indices, most=most)
+    expected = whole if len(whole) <= most else [*whole[:most], "…"]
+    assert ", ".join(expected) == format_ranges(indices, most=most)
 
 
 @given(st.integers(1, 40), st.integers(0, 5000))

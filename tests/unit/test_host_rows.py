@@ -181,7 +181,8 @@ def test_ranks_read_each_row_once_and_hold_few(world_size, collate):
 
 def test_files_are_digested_without_being_decoded(tmp_path):
     """Where the lengths are planned; a file that is another one when it is served is refused."""
-    image, datasets = pytest.importorskip("PIL.Image"), pytest.importorskip("datasets")
+    image = pytest.importorskip("PIL.Image")
+    datasets = pytest.importorskip("datasets")
     paths = [str(tmp_path / f"{number}.png") for number in range(3)]
     for number, path in enumerate(paths):
         image.new("L", (8, 8), number).save(path)

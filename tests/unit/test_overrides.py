@@ -53,7 +53,8 @@ def test_null_unsets_what_the_yaml_or_its_base_sets(tmp_path: Path):
     (tmp_path / "base.yaml").write_text(yaml.safe_dump(document(seed=7, packing_buffer=16, learning_rate=0.5)))
     (tmp_path / "run.yaml").write_text("extends: base.yaml\ntraining: {packing_buffer: null}\n")
 
-    training = read_config(tmp_path / "run.yaml", ["training.seed=null", "training.learning_rate="]).training
+    unset = ["training.seed=null", "training.learning_rate="]
+    training = read_config(tmp_path / "run.yaml", unset).training
 
     assert (42, 512, {}) == (training.seed, training.packing_buffer, dict(training.trainer))
 
@@ -181,7 +182,8 @@ def test_no_key_takes_a_number_that_is_not_finite(text):
 @pytest.mark.parametrize("text", [*NOT_FINITE, ".inf", "snan", f"1e-{10**30}", "9" * 5000, "2001-99-99"])
 def test_a_mix_takes_finite_numbers_alone(tmp_path, key, text):
     """A ratio, a count or a cap that is none is a fault of its key, or of its text."""
-    mix, value = tmp_path / "mix.yaml", f"{key}: {text}"
+    mix = tmp_path / "mix.yaml"
+    value = f"{key}: {text}"
     mix.write_text(f"sources: [{{jsonl: a, ratio: 1}}]\n{value}" if "_" in key else f"sources: [{{jsonl: a, {value}}}]")
 
     with pytest.raises(ConfigError, match=rf"{key} |is not valid YAML") as raised:

@@ -196,4 +196,5 @@ class StreamCollator:
         (item,) = items
         if isinstance(item, (ReaderEnd, PackplanError)):
             return item
-        return {**self.collate([item]), LENGTHS: tuple(sample["length"] for sample in item), PROGRESS: item.progress}
+        lengths = tuple(sample["length"] for sample in item)
+        return {**self.collate([item]), LENGTHS: lengths, PROGRESS: item.progress}
