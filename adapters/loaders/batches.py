@@ -187,10 +187,8 @@ class PackBatches:
         """
         schedule = self.schedule
         first, last = schedule.start.step, max(schedule.start.step, schedule.total_steps)
-        if step is None:
-            progress = schedule.progress_after(self.epoch, self._served)
-        else:
-            progress = schedule.progress_at(as_whole_number("step", step, least=first, most=last))
+        done = None if step is None else as_whole_number("step", step, least=first, most=last)
+        progress = schedule.progress_after(self.epoch, self._served) if done is None else schedule.progress_at(done)
         return seal(to_plain(attrs.evolve(self.state, progress=progress)))
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:

@@ -36,6 +36,7 @@ from packplan.adapters.loaders.rows import (
     pad_rows,
     read_row,
     refuse_other_lengths,
+    require_collated,
     require_supervised_rows,
     sample_lengths,
 )
@@ -182,10 +183,11 @@ class PackInputs:
             remedy = "pass the loader RowsOfPacks as its dataset, and PackBatches as its batch_sampler"
             raise ArgumentError("host", f"{fact}: {remedy}", {"packs": len(packs)})
         (pack,) = packs
-        batch = dict(self.collate(list(pack)))
+        batch = self.collate(list(pack))
         if self.of_pairs:
             refuse_other_lengths(pack.lengths, sample_lengths(batch, len(pack)))
             return {**batch, PACK: pack.pack}
+        batch = require_collated(batch)
         tokens, mask = batch[TOKENS], batch.get(ATTENTION)
         if mask is None and len(tokens) > 1:
             fact = "the collator pads rows, but returns no attention_mask: return a mask that is 0 at padding"

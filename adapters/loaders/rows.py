@@ -213,7 +213,7 @@ class RowSource:
         if self.collate is None or TOKENS in row:
             read = read_row(row, index)
         if self.collate is not None:
-            read = read_row(_without_padding(self.collate([row])), index)
+            read = read_row(_without_padding(require_collated(self.collate([row]))), index)
         return int((read[LABELS][1:] != IGNORED_LABEL).sum()), read[TOKENS].size
 
 
@@ -254,6 +254,26 @@ def sample_lengths(batch: Mapping[str, Any], num_samples: int) -> list[int]:
         raise ArgumentError("host", fact, {"samples": num_samples})
     lengths: list[int] = mask.sum(1).view(-1, num_samples).sum(0).tolist()
     return lengths
+
+
+def require_collated(batch: Any) -> Mapping[str, Any]:
+    """
+    Return the batch of a collator.
+
+    Raises:
+        ArgumentError: The batch is not a mapping with `input_ids`, or its ids, mask and labels are
+            not tensors of whole numbers of one shape (rows, tokens).
+    """
+    given: Mapping[str, Any] = batch if isinstance(batch, Mapping) else {}
+    for name in (TOKENS, *(name for name in (ATTENTION, LABELS) if given.get(name) is not None)):
+        value: Any = given.get(name)
+        is_whole = isinstance(value, torch.Tensor) and value.ndim == 2 and not value.is_floating_point()
+        if not is_whole or value.shape != given[TOKENS].shape:
+            found = f"{value.dtype} of shape {tuple(value.shape)}" if hasattr(value, "dtype") else type(value).__name__
+            fact = f"the collator returns a {type(batch).__name__} whose {name} is {found}"
+            due = f"whole numbers of shape (rows, tokens), the same for {TOKENS}, {ATTENTION} and {LABELS}"
+            raise ArgumentError("host", f"{fact}: return a mapping with tensors of {due}", {"column": name})
+    return given
 
 
 def _without_padding(batch: Mapping[str, Any]) -> Row:

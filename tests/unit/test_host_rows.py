@@ -242,15 +242,14 @@ def test_a_collator_of_ones_own_makes_the_batch(collate):
 
 @pytest.mark.parametrize(
     ("collate", "words"),
-    [
-        (lambda rows: {"input_ids": pad_rows(rows)["input_ids"]}, "returns no attention_mask"),
-        (lambda rows: pad_rows(rows[:-1]), "returns 3 tokens for pack 0 instead of 5"),
-        (lambda rows: pad_rows(rows[::-1]), r"sample 0 \(row 0\) .* length was 3, now 2"),
-    ],
-)
+    [(lambda rows: {"input_ids": pad_rows(rows)["input_ids"]}, "returns no attention_mask"),
+     (lambda rows: pad_rows(rows[:-1]), "returns 3 tokens for pack 0 instead of 5"), (list, "list whose input_ids is"),
+     (lambda rows: pad_rows(rows[::-1]), "sample 0 .row 0. .* length was 3, now 2; .*let collators keep order"),
+     (lambda rows: pad_rows(rows) | {"labels": torch.ones(1, 9)}, r"dict whose labels is torch.float32 of shape \(1,")],
+)  # fmt: skip
 def test_a_batch_that_is_not_its_pack_is_refused(collate, words):
-    """Rows that were left out or exchanged, and padding that nothing tells."""
-    packs = RowsOfPacks([{"input_ids": [5, 6, 7]}, {"input_ids": [8, 9]}], pp.plan([3, 2], 6))
-
-    with pytest.raises((ArgumentError, StaleError), match=f"(?s){words}"):
-        PackInputs(collate)([packs[0]])
+    """Rows that were left out or exchanged, padding that nothing tells, and what is no batch."""
+    packs = RowsOfPacks([{"input_ids": [5, 6, 7]}, {"input_ids": [8, 9]}], pp.plan([3, 2], 6), collate=collate)
+    for read in (lambda: PackInputs(collate)([packs[0]]), *[packs.inspect] * words.count("whose")):
+        with pytest.raises((ArgumentError, StaleError), match=f"(?s){words}"):
+            read()
