@@ -45,7 +45,7 @@ REMEDIES: Mapping[str, str] = MappingProxyType(
         "fewer_ranks": "start as many ranks as before, or share no pack (training.sequence_parallel_size: 1)",
         "changed_order": "install the version that wrote the checkpoint: the present one trains packs in another order",
         **dict.fromkeys(("changed_image", "changed_sample"), MEASURE_AGAIN),
-        "changed_row": "restore it, let collators keep order and mask padding, or plan the lengths that the rows have now",
+        "changed_row": "restore it, let collators keep order and mask padding, or plan the lengths that rows have now",
         "changed_copy": "delete {copy}: the next run makes the copy again",
         "not_built": "run packplan plan build, which measures and plans",
         "refused": "free disk space, or choose another folder (training.output_dir)",
