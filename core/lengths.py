@@ -124,7 +124,11 @@ def _as_array(values: Any) -> NDArray[Any]:
     except (RuntimeError, TypeError):
         if not hasattr(values, "tolist"):
             raise
+    try:
         return np.asarray(values.tolist())
+    except RuntimeError as error:  # of a tensor on the device meta
+        message = f"this {type(values).__name__} has no readable numbers: {error}"
+        raise ArgumentError("argument", message) from error
 
 
 def _read_in_one_slice(values: Sequence[int]) -> Sequence[int]:

@@ -22,7 +22,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from packplan.core.errors import ArgumentError
-from packplan.core.lengths import IntArray, Lengths, as_lengths, frozen_array
+from packplan.core.lengths import IntArray, Lengths, as_lengths
 
 BLOCK = 1 << 16
 """
@@ -32,6 +32,12 @@ sort is five times faster.
 
 
 _FORMAT = b"packplan packs 1\n"
+
+
+def _read_only_view(values: Any) -> IntArray:
+    array = np.asarray(values, dtype=np.int64).view()  # planning makes many packs, which are not copied
+    array.flags.writeable = False
+    return array
 
 
 @attrs.frozen(eq=False, repr=False)
@@ -44,10 +50,10 @@ class Packs(Sequence[list[int]]):
     (2, [0, 2], [[1]], True)
     """
 
-    offsets: IntArray = attrs.field(converter=frozen_array)
+    offsets: IntArray = attrs.field(converter=_read_only_view)
     """Start of each pack in `indices`, then the end of the last pack; shape (num_packs + 1,)."""
 
-    indices: IntArray = attrs.field(converter=frozen_array)
+    indices: IntArray = attrs.field(converter=_read_only_view)
     """Sample indices of all packs, one pack after the other; shape (num_samples,)."""
 
     def __attrs_post_init__(self) -> None:
@@ -101,7 +107,7 @@ class Packs(Sequence[list[int]]):
         """
         if not len(self):
             return np.zeros(0, dtype=np.int64)
-        return np.add.reduceat(lengths[self.indices], self.offsets[:-1])
+        return np.add.reduceat(np.asarray(lengths)[self.indices], self.offsets[:-1])
 
     def sums(self, values: NDArray[np.float64]) -> NDArray[np.float64]:
         """

@@ -235,6 +235,10 @@ def plan(
         raise ArgumentError("argument", "images decide nothing without max_images: give max_images too, or no images")
     array = as_lengths(lengths)
     refuse_longer_samples(array, policy)
+    if not isinstance(work, WorkModel | None):
+        raise ArgumentError(
+            "argument", f"work is {work!r:.80}, but has to be a WorkModel: WorkModel.from_config(config)"
+        )
     works = None if work is None else work.sample_flops(array)
     raw = build_raw_plan(array, policy, images=images, works=works)
     refuse_dropped(raw, array, policy)
