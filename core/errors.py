@@ -70,7 +70,7 @@ class PackplanError(Exception):
     """Numbers and names in the fact: name -> value."""
 
     is_printed = False
-    """Whether the error has been printed by this rank, or by rank 0 for all ranks."""
+    """Whether the error has been printed, by this rank or by another rank that raises it too."""
 
     def _full_text(self) -> str:
         """Return the complete fact without a limit on its length."""

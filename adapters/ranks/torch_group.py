@@ -44,6 +44,9 @@ _WARN_EVERY_S = 30.0
 
 _ACKNOWLEDGE_S = 10.0
 
+_RELAYED = "rank 0 failed: "
+"""Beginning of the text of rank 0's error on other ranks."""
+
 SILENT_S = 45.0
 """Seconds without a heartbeat of rank 0 after which its node counts as dead or unreachable."""
 
@@ -195,23 +198,35 @@ class TorchGroup:
                 return RunError("rank_gone", f"{reason}; so rank {self.rank} cannot continue")
         return error
 
-    def report_failure(self, error: Exception) -> None:
+    def report_failure(self, error: Exception, show: Callable[[Exception], None]) -> None:
         """
-        Write the error that ends this rank to the store, where waiting ranks read it.
+        Show the error that ends this rank, and write it to the store, where waiting ranks read it.
 
-        If rank 0 has raised and printed the same error, *error* counts as printed. Rank 0 waits
-        until the others know, since its process may run the store.
+        If another rank of this node shows the same error, *error* counts as printed. Rank 0 then
+        waits until the others have shown theirs, since its process may run the store.
+
+        Args:
+            error: The error.
+            show: Function that prints an error which does not count as printed.
         """
-        known = [f"failed/{rank}" for rank in range(1, self.world_size)]
         with suppress(dist.DistError):
             if not isinstance(error, RunError):
                 self._store.set(DIED, f"rank {self.rank} failed: {_error_text(error)}")
-            if self.rank == 0:
-                self._store.set("failed", _error_text(error))
-                _await_soon(self._store, known)
-            elif _await_soon(self._store, ["failed"]):
-                _mark_if_repeated(error, self._store.get("failed").decode())
-                self._store.set(known[self.rank - 1], "")
+            self._claim(error)
+        show(error)  # before a launcher ends this rank, since another one has ended
+        with suppress(dist.DistError):
+            if self.rank:
+                self._store.set(f"failed/{self.rank}", "")
+            elif isinstance(error, PackplanError):  # any other exception is still to be shown
+                _await_soon(self._store, [f"failed/{rank}" for rank in range(1, self.world_size)])
+
+    def _claim(self, error: BaseException) -> None:
+        """Mark an error as printed, unless this rank is the first of its node to raise it."""
+        # A lost rank is reported at once, since a store on its node may not answer.
+        if isinstance(error, PackplanError) and error.kind not in ("rank_gone", "rank_zero"):
+            text, rank = _error_text(error).removeprefix(_RELAYED), str(self.rank)
+            key = f"shown/{os.environ.get('GROUP_RANK', '')}/{text}"
+            error.is_printed = self._store.compare_set(key, "", rank).decode() != rank
 
     def leave(self) -> None:
         """Leave the group together with all ranks, since one rank's process may run the store."""
@@ -232,8 +247,8 @@ class TorchGroup:
             assert self._heartbeat  # noqa: S101  # rank 0, and planning is not over
             arrays = {name: np.array(array, order="C") for name, array in build(self._heartbeat.report).items()}
         except BaseException as error:
+            self._claim(error)
             self._store.set(key, json.dumps({"failed": _error_text(error)}))
-            _await_readers(self._store, key, self.world_size)
             raise
         self._store.set(key, f'{{"built": {_describe_arrays(arrays)}}}')
         return arrays
@@ -242,8 +257,7 @@ class TorchGroup:
         awaited = "for rank 0 to measure and plan: raise training.packing_wait_timeout_s, or set it to 0 for no limit"
         answer = json.loads(self._await_keys([key], timeout_s, "rank_zero", awaited=awaited)[0])
         if "failed" in answer:
-            self._store.set(f"{key}/read/{self.rank}", "")
-            raise RunError("rank_zero", f"rank 0 failed: {answer['failed']}")
+            raise RunError("failed", f"{_RELAYED}{answer['failed']}")
         built: list[tuple[str, str, list[int]]] = answer["built"]
         return built
 
@@ -279,25 +293,12 @@ def _empty_arrays(described: list[tuple[str, str, list[int]]]) -> dict[str, NDAr
     return {name: np.empty(shape, dtype=np.dtype(dtype)) for name, dtype, shape in described}
 
 
-def _await_readers(store: Store, key: str, world_size: int) -> None:
-    # The store may run in this process, and a launcher ends the other ranks as soon as this process
-    # ends.
-    if not _await_soon(store, [f"{key}/read/{rank}" for rank in range(1, world_size)]):
-        log.warning("some ranks have not received the reason why the run ends, after waiting %.0f s", _ACKNOWLEDGE_S)
-
-
 def _await_soon(store: Store, keys: list[str]) -> bool:
     """Return whether a store has *keys* now, or gets them within `_ACKNOWLEDGE_S` seconds."""
     end = time.monotonic() + _ACKNOWLEDGE_S
     while not (found := store.check(keys)) and time.monotonic() < end:
         time.sleep(_CHECK_S)  # `wait` would print a warning if it times out
     return found
-
-
-def _mark_if_repeated(error: Exception | None, first: str) -> None:
-    """Mark an error of a rank above 0 as printed if its text is *first*, which rank 0 prints."""
-    if isinstance(error, PackplanError) and _error_text(error) == first:
-        error.is_printed = True
 
 
 def _error_text(error: BaseException) -> str:
@@ -360,9 +361,12 @@ def join_launch(*, timeout_s: float = 1800.0, refusal: Exception | None = None) 
     if any(reasons):
         own.set(f"met/read/{rank}", "")
         if rank == 0:
-            _await_readers(own, "met", world_size)
-    if rank:
-        _mark_if_repeated(refusal, reasons[0])
+            # The store may run in this process, and a launcher ends the other ranks as soon as this
+            # process ends.
+            if not _await_soon(own, [f"met/read/{number}" for number in range(1, world_size)]):
+                log.warning("some ranks have not received why the run ends, after waiting %.0f s", _ACKNOWLEDGE_S)
+    if rank and isinstance(refusal, PackplanError) and told == reasons[0]:
+        refusal.is_printed = True  # by rank 0
     if refusal is not None or not any(reasons):
         return own, rank, world_size
     first = next(number for number, reason in enumerate(reasons) if reason)

@@ -9,6 +9,7 @@ import signal
 import sys
 import warnings
 from collections.abc import Callable
+from contextvars import ContextVar
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, TextIO
 
@@ -40,6 +41,9 @@ _LEAST_FILES, _MOST_FILES = 256, 2**16
 """
 Minimum number of open files that a process needs, and the number to which its limit is raised.
 """
+
+_TEXT: ContextVar[Callable[[str], str]] = ContextVar("text", default=str)
+"""Function that converts errors of the current command before they are shown."""
 
 _ELSEWHERE = "free disk space, or write elsewhere"
 
@@ -128,7 +132,7 @@ def run_command(
 
     The status is 0 after success, 3 for a failed check, 1 for a closed pipe, 130 for Ctrl-C, and
     143 for SIGTERM. The status is 2 for a user's error, a full disk, and too many open files. Any
-    other exception is a bug, and is raised. Rank 0 alone prints an error that all ranks raise
+    other exception is a bug, and is raised. One rank alone prints an error that all ranks raise
     alike.
 
     Args:
@@ -145,14 +149,14 @@ def run_command(
     # the threads that they wait for.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     progress.hide(hidden=quiet)
-    text: Callable[[str], str] = name_arguments if for_host else str
-    _set_up_logging(text, verbose=verbose, quiet=quiet)
+    _TEXT.set(name_arguments if for_host else str)
+    _set_up_logging(_TEXT.get(), verbose=verbose, quiet=quiet)
     try:
         _raise_file_limit()
         terminated = command()
         _flush()
     except PackplanError as error:
-        print_once(error, text)
+        print_once(error)
         return VERIFICATION_FAILED if isinstance(error, VerificationError) else USER_ERROR
     except KeyboardInterrupt:
         _print_error(f"interrupted: {kept}")
@@ -169,18 +173,14 @@ def run_command(
     return TERMINATED if terminated is True else 0
 
 
-def print_once(error: Exception, text: Callable[[str], str] = str) -> None:
+def print_once(error: Exception) -> None:
     """
     Print an error of Packplan, unless it has been printed. Under a launcher, the line names the
     rank. Other errors are bugs, and are not printed here.
-
-    Args:
-        error: The error.
-        text: Function that converts the message before it is shown.
     """
     if isinstance(error, PackplanError) and not error.is_printed:
         rank = os.environ.get("RANK")
-        _print_error(f"error{f' (rank {rank})' if rank else ''}: {text(str(error))}")
+        _print_error(f"error{f' (rank {rank})' if rank else ''}: {_TEXT.get()(str(error))}")
         error.is_printed = True
 
 
@@ -363,13 +363,11 @@ def _set_up_logging(text: Callable[[str], str], *, verbose: bool, quiet: bool) -
     with --quiet log only warnings and errors. Without --verbose, libraries log only errors.
     """
     rank = os.environ.get("RANK", "0")
-    handler = _ErrorOutput()
     form = f"packplan{f' rank {rank:.9}' if rank != '0' else ''}: %(mark)s%(message)s"
-    handler.setFormatter(_LevelFormatter(form, text))
     logger = logging.getLogger("packplan")
-    logger.handlers = [handler]
-    level = logging.DEBUG if verbose else logging.INFO
-    logger.setLevel(level if rank == "0" and not quiet else logging.WARNING)
+    logger.handlers = [_ErrorOutput()]
+    logger.handlers[0].setFormatter(_LevelFormatter(form, text))
+    logger.setLevel((logging.DEBUG if verbose else logging.INFO) if rank == "0" and not quiet else logging.WARNING)
     logger.propagate = False
     if not verbose:
         for name in ("swift", "transformers", "accelerate"):

@@ -88,9 +88,7 @@ def open_rank_group(settings: Mapping[str, Any], *, use_cpu: bool = False) -> It
         if not isinstance(group, TorchGroup):
             raise
         cause = group.find_cause(error)
-        if group.rank == 0:
-            print_once(cause)  # before a launcher ends this rank, since another one has ended
-        group.report_failure(cause)
+        group.report_failure(cause, print_once)
         if cause is error:
             raise
         raise cause from error

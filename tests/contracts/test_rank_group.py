@@ -17,7 +17,9 @@ import torch
 import torch.distributed as dist
 
 from packplan.adapters.ranks import heartbeat, torch_group
-from packplan.core.errors import ArgumentError, PackplanError
+from packplan.app.cli.command import run_command
+from packplan.app.opening.ranks import open_rank_group
+from packplan.core.errors import ArgumentError, DataSetError, PackplanError
 from tests.network import free_port
 from tests.processes import wait_for
 
@@ -117,7 +119,7 @@ def lose_in_comparison(group) -> None:
 
 def tell(group) -> None:
     if group.rank == 1:
-        group.report_failure(too_short())
+        group.report_failure(too_short(), id)
         os._exit(0)
     group.gather("mine")
 
@@ -200,7 +202,6 @@ LOST = r"RunError: another rank has ended, so rank 0 cannot continue: [A-Z][^.\n
 @pytest.mark.parametrize(
     ("scene", "by_agent", "rank", "says"),
     [
-        ("fails", False, 1, f"RunError: rank 0 failed: {SHORT}; .*set training.*"),
         ("killed", True, 1, "RunError: rank 0 has ended: its process died.*"),
         ("killed", False, 1, "RunError: rank 0 has ended.*"),
         ("slow", False, 1, r"RunError: rank 1 waited \d+ s for rank 0 .*packing_wait_timeout_s.*: 3 of 4 are measured"),
@@ -220,5 +221,37 @@ def test_a_rank_that_ends_is_missed_with_its_reason(*, play, agent, scene, by_ag
     ends = play(scene, **(agent if by_agent else {}))
 
     assert re.fullmatch(says, ends[rank]["error"], re.DOTALL)
-    assert scene != "fails" or ends[0]["error"].startswith(f"ArgumentError: {SHORT}")
     assert torch_group.SILENT_S < 55, "shortened here"
+
+
+def fail(scene: str) -> int:
+    """Fail in a command; SIGTERM ends a rank that has an error of its own as soon as it waits."""
+    own = f"custom.val_jsonl of rank {os.environ['RANK']} fails"
+    errors = {"alike": too_short(), "own": DataSetError(own), "bug": ValueError(own)}
+    if own in str(errors.get(scene)):
+        torch_group._await_soon = lambda *_: os.kill(os.getpid(), signal.SIGTERM)
+
+    def command() -> None:
+        with open_rank_group({"use_cpu": True}) as group:
+            group.wait_for_all()
+            if scene == "builds":
+                group.build_on_rank_zero(partial(build_in, "fails", lambda **_: None), timeout_s=60)
+            raise errors[scene]
+
+    return run_command(command, verbose=False, for_host=True)
+
+
+@pytest.mark.parametrize(
+    ("scene", "printed"),
+    [
+        ("own", [f"--val_dataset of rank {rank} fails" for rank in range(2)]),
+        ("bug", [f"custom.val_jsonl of rank {rank} fails" for rank in range(2)]),
+        *((scene, [SHORT]) for scene in ("alike", "builds")),
+    ],
+)
+def test_each_error_is_printed_once_and_before_its_rank_waits(server, tmp_path, scene, printed):
+    """Also one that rank 0 passes on; nothing that ends a rank while it waits hides its error."""
+    ranks = server.ranks(2, fail, scene, folder=tmp_path)
+    [one.wait() for one in ranks]
+    said = "".join(one.said for one in ranks)
+    assert printed == re.findall(r"(?:error \(rank \d\)|ValueError): (?:rank 0 failed: )?([^;\n]*)", said)
