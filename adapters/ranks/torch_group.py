@@ -360,11 +360,10 @@ def join_launch(*, timeout_s: float = 1800.0, refusal: Exception | None = None) 
     reasons = [own.get(f"met/{number}").decode() for number in range(world_size)]
     if any(reasons):
         own.set(f"met/read/{rank}", "")
-        if rank == 0:
-            # The store may run in this process, and a launcher ends the other ranks as soon as this
-            # process ends.
-            if not _await_soon(own, [f"met/read/{number}" for number in range(1, world_size)]):
-                log.warning("some ranks have not received why the run ends, after waiting %.0f s", _ACKNOWLEDGE_S)
+        # The store may run in the process of rank 0, and a launcher ends the other ranks as soon as
+        # this process ends.
+        if rank == 0 and not _await_soon(own, [f"met/read/{number}" for number in range(1, world_size)]):
+            log.warning("some ranks have not received why the run ends, after waiting %.0f s", _ACKNOWLEDGE_S)
     if rank and isinstance(refusal, PackplanError) and told == reasons[0]:
         refusal.is_printed = True  # by rank 0
     if refusal is not None or not any(reasons):

@@ -243,12 +243,10 @@ def fail(scene: str) -> int:
 
 @pytest.mark.parametrize(
     ("scene", "printed"),
-    [
-        ("own", [f"--val_dataset of rank {rank} fails" for rank in range(2)]),
-        ("bug", [f"custom.val_jsonl of rank {rank} fails" for rank in range(2)]),
-        *((scene, [SHORT]) for scene in ("alike", "builds")),
-    ],
-)
+    [("own", [f"--val_dataset of rank {rank} fails" for rank in range(2)]),
+     ("bug", [f"custom.val_jsonl of rank {rank} fails" for rank in range(2)]),
+     ("alike", [SHORT]), ("builds", [SHORT])],
+)  # fmt: skip
 def test_each_error_is_printed_once_and_before_its_rank_waits(server, tmp_path, scene, printed):
     """Also one that rank 0 passes on; nothing that ends a rank while it waits hides its error."""
     ranks = server.ranks(2, fail, scene, folder=tmp_path)

@@ -87,7 +87,7 @@ def test_steps_that_a_loss_scaler_skips_are_none(prepared):
 @pytest.mark.parametrize(
     ("fault", "says"),
     [("infinite", [r"\d\): the loss of optimizer step 2 is inf, so the run ended"]),
-     ("lost", [r"0\): rank 1 failed: data.jsonl, line 7: the image cannot be read: mount its disk", r"1\): data.jsonl"])],
+     ("lost", [r"0\): rank 1 failed: data.jsonl, line 7: the image cannot be read: mount", r"1\): data.jsonl"])],
 )  # fmt: skip
 def test_all_ranks_end_together(server, write_run, tmp_path, fault, says):
     """Where one rank alone has a loss that is none, or loses a file; the reason is printed once."""

@@ -101,16 +101,11 @@ CASES = {
     "messages": ("jsonl", TEXT),
     "human and gpt": ("jsonl", [{"conversation": [{"human": "a", "assistant": "b"}]}]),
     "an image in a tool's answer": (
-        "jsonl", [
-            {
-                "messages": [
-                    {"role": "user", "content": "look"},
-                    {"role": "assistant", "content": [{"type": "tool_use", "id": "1", "name": "f", "input": {}}]},
-                    {"role": "user", "content": [{"type": "tool_result", "tool_use_id": "1", "content": SEEN}]},
-                    {"role": "assistant", "content": "A dot."},
-                ]
-            }
-        ]
+        "jsonl", [{"messages": [
+            {"role": "user", "content": "look"},
+            {"role": "assistant", "content": [{"type": "tool_use", "id": "1", "name": "f", "input": {}}]},
+            {"role": "user", "content": [{"type": "tool_result", "tool_use_id": "1", "content": SEEN}]},
+            {"role": "assistant", "content": "A dot."}]}]
     ),
     "several images": ("jsonl", [asked("<image> or <image>?", images=["red.png", "blue.png"])]),
     "an image without its tag": ("jsonl", [{"query": "what?", "response": "b", "image": "red.png"}]),
@@ -133,8 +128,7 @@ CASES = {
     "no system prompt beside values": ("jsonl", [{"conversations": SHAREGPT[0]["conversations"][1:], "system": ""}]),
     "one system prompt of two": ("jsonl", [{**SHAREGPT[0], "system": ""}]),
     "no system prompt beside a history": (
-        "jsonl", [{"query": "c", "response": "d", "history": [["a", "b"]], "System": ""}]
-    ),
+        "jsonl", [{"query": "c", "response": "d", "history": [["a", "b"]], "System": ""}]),
     "CSV": ("csv", [{"query": "a, b", "response": 'say "c"'}, {"query": "\nd", "response": "e"}]),
     "columns": ("jsonl", [{"q": "a", "r": "b"}], {"columns": COLUMNS}),
     "WildChat": (
@@ -144,11 +138,8 @@ CASES = {
         ], {"columns": COLUMNS}
     ),
     "SlimOrca": (
-        "jsonl", [
-            {"conversations": [
-                {"from": "human", "value": "a", "weight": 0.0}, {"from": "gpt", "value": "b", "weight": 1.0}
-            ]}
-        ]
+        "jsonl", [{"conversations": [
+            {"from": "human", "value": "a", "weight": 0.0}, {"from": "gpt", "value": "b", "weight": 1.0}]}]
     ),
     "a literal tag": (
         "jsonl", [asked("what is <image>?"), asked("<image>?", images=["red.png"])], {"literal_image_tags": True}

@@ -33,26 +33,19 @@ ROWS = {
     "roles of ShareGPT": {
         "tools": json.dumps([ADD]),
         "conversations": [
-            {"from": "human", "value": "1 and 2?"},
-            {"from": "function_call", "value": CALLED["content"]},
-            {"from": "observation", "value": "3"},
-            {"from": "gpt", "value": "Three."},
+            {"from": "human", "value": "1 and 2?"}, {"from": "function_call", "value": CALLED["content"]},
+            {"from": "observation", "value": "3"}, {"from": "gpt", "value": "Three."},
         ],
     },
     "tool_calls": {
         "tools": [ADD],
         "messages": [
             ASKED,
-            {
-                "role": "assistant", "content": "Wait.",
-                "tool_calls": [
-                    {"id": "x", "type": "function", "function": {"name": "add", "arguments": json.dumps(ARGUMENTS)}},
-                    {"id": "y", "type": "function", "function": {"name": "look", "arguments": "{}"}},
-                ],
-            },
+            {"role": "assistant", "content": "Wait.", "tool_calls": [
+                {"id": "x", "type": "function", "function": {"name": "add", "arguments": json.dumps(ARGUMENTS)}},
+                {"id": "y", "type": "function", "function": {"name": "look", "arguments": "{}"}}]},
             {"role": "tool", "tool_call_id": "y", "content": "second"},
-            {"role": "tool", "tool_call_id": "x", "content": "first"},
-            SAID,
+            {"role": "tool", "tool_call_id": "x", "content": "first"}, SAID,
         ],
     },
     "tool_use": {
@@ -61,36 +54,24 @@ ROWS = {
             ASKED,
             {"role": "assistant", "content": [{"type": "text", "text": "Wait."},
                                               {"type": "tool_use", "id": "x", "name": "add", "input": ARGUMENTS}]},
-            {"role": "user", "content": [{"type": "tool_result", "tool_use_id": "x", "content": "3"}]},
-            SAID,
+            {"role": "user", "content": [{"type": "tool_result", "tool_use_id": "x", "content": "3"}]}, SAID,
         ],
     },
     "objects": {
-        "tools": ADD,
-        "messages": [
+        "tools": ADD, "messages": [
             ASKED, {"role": "tool_call", "content": {"name": "add", "arguments": ARGUMENTS}},
-            {"role": "tool_response", "content": {"sum": None, "a": "é"}}, SAID,
-        ],
-    },
+            {"role": "tool_response", "content": {"sum": None, "a": "é"}}, SAID]},
     "a call at the end": {"tools": [ADD], "messages": [ASKED, CALLED]},
     "tools beside columns": {"tools": [ADD], "query": "1 and 2?", "response": "3"},
     "an answer behind a question": {"tools": [ADD], "messages": [ASKED, GIVEN, SAID]},
-    "weights": {
-        "messages": [
-            ASKED, {**SAID, "loss": False}, ASKED, {**SAID, "loss_scale": 0.25}, ASKED,
-            {"role": "assistant", "content": "a", "loss": True}, {"role": "assistant", "content": "b", "loss_scale": 3},
-        ],
-    },
+    "weights": {"messages": [
+        ASKED, {**SAID, "loss": False}, ASKED, {**SAID, "loss_scale": 0.25}, ASKED,
+        {"role": "assistant", "content": "a", "loss": True}, {"role": "assistant", "content": "b", "loss_scale": 3}]},
     "weights of calls": {
-        "tools": [ADD],
-        "messages": [ASKED, {**SAID, "loss_scale": 2}, {**CALLED, "loss_scale": 0.5}, GIVEN, SAID],
-    },
-    "words of agents": {
-        "messages": [
-            ASKED, {"role": "assistant", "content": "Thought: add.\nAction: add\nAction Input: {}\nObservation: 3"},
-            ASKED, {"role": "assistant", "content": "Thought: I know.\nFinal Answer: 3"},
-        ]
-    },
+        "tools": [ADD], "messages": [ASKED, {**SAID, "loss_scale": 2}, {**CALLED, "loss_scale": 0.5}, GIVEN, SAID]},
+    "words of agents": {"messages": [
+        ASKED, {"role": "assistant", "content": "Thought: add.\nAction: add\nAction Input: {}\nObservation: 3"},
+        ASKED, {"role": "assistant", "content": "Thought: I know.\nFinal Answer: 3"}]},
 }  # fmt: skip
 
 AGENTS = ["hermes", "react_en", "qwen_en", "toolbench", "glm4_5", "llama3", "deepseek_v3_1"]

@@ -35,8 +35,7 @@ NOTATIONS = [
     [
         ASKED,
         {"role": "assistant", "content": [{"type": "tool_use", "id": "1", "name": "add", "input": CALL["arguments"]}]},
-        {"role": "user", "content": [{"type": "tool_result", "tool_use_id": "1", "content": "3"}]},
-        SAID,
+        {"role": "user", "content": [{"type": "tool_result", "tool_use_id": "1", "content": "3"}]}, SAID,
     ],
     [
         ASKED, {"role": "assistant", "content": [{"type": "tool_use", "name": "add", "input": CALL["arguments"]}]},
