@@ -14,7 +14,9 @@ import logging
 import os
 import re
 import secrets
+import signal
 import struct
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -202,18 +204,21 @@ class TorchGroup:
         """
         Show the error that ends this rank, and write it to the store, where waiting ranks read it.
 
-        If another rank of this node shows the same error, *error* counts as printed. Rank 0 then
-        waits until the others have shown theirs, since its process may run the store.
+        If another rank of this node shows the same error, *error* counts as printed. Ranks above 0
+        wait a second for rank 0 to show it, unless SIGTERM or Ctrl-C ends them. Rank 0 then waits
+        until the others have shown theirs, since its process may run the store.
 
         Args:
             error: The error.
             show: Function that prints an error which does not count as printed.
         """
-        with suppress(dist.DistError):
-            if not isinstance(error, RunError):
-                self._store.set(DIED, f"rank {self.rank} failed: {_error_text(error)}")
-            self._claim(error)
-        show(error)  # before a launcher ends this rank, since another one has ended
+        try:
+            with suppress(dist.DistError), _raising_on_sigterm():
+                if not isinstance(error, RunError):
+                    self._store.set(DIED, f"rank {self.rank} failed: {_error_text(error)}")
+                self._claim(error)
+        finally:
+            show(error)  # before a launcher ends this rank, since another one has ended
         with suppress(dist.DistError):
             if self.rank:
                 self._store.set(f"failed/{self.rank}", "")
@@ -221,11 +226,13 @@ class TorchGroup:
                 _await_soon(self._store, [f"failed/{rank}" for rank in range(1, self.world_size)])
 
     def _claim(self, error: BaseException) -> None:
-        """Mark an error as printed, unless this rank is the first of its node to raise it."""
+        """Mark an error as printed if rank 0, or another rank of this node, has raised it first."""
         # A lost rank is reported at once, since a store on its node may not answer.
         if isinstance(error, PackplanError) and error.kind not in ("rank_gone", "rank_zero"):
             text, rank = _error_text(error).removeprefix(_RELAYED), str(self.rank)
             key = f"shown/{os.environ.get('GROUP_RANK', '')}/{text}"
+            if self.rank:
+                _await_soon(self._store, [key], _POLL_S)
             error.is_printed = self._store.compare_set(key, "", rank).decode() != rank
 
     def leave(self) -> None:
@@ -293,12 +300,25 @@ def _empty_arrays(described: list[tuple[str, str, list[int]]]) -> dict[str, NDAr
     return {name: np.empty(shape, dtype=np.dtype(dtype)) for name, dtype, shape in described}
 
 
-def _await_soon(store: Store, keys: list[str]) -> bool:
-    """Return whether a store has *keys* now, or gets them within `_ACKNOWLEDGE_S` seconds."""
-    end = time.monotonic() + _ACKNOWLEDGE_S
+def _await_soon(store: Store, keys: list[str], timeout_s: float = _ACKNOWLEDGE_S) -> bool:
+    """Return whether a store has *keys* now, or gets them within *timeout_s* seconds."""
+    end = time.monotonic() + timeout_s
     while not (found := store.check(keys)) and time.monotonic() < end:
         time.sleep(_CHECK_S)  # `wait` would print a warning if it times out
     return found
+
+
+@contextmanager
+def _raising_on_sigterm() -> Iterator[None]:
+    """In this context, let SIGTERM raise SystemExit instead of ending the process at once."""
+    if threading.current_thread() is not threading.main_thread():  # only that thread sets handlers
+        yield
+        return
+    before = signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before or signal.SIG_DFL)
 
 
 def _error_text(error: BaseException) -> str:

@@ -225,7 +225,7 @@ def test_a_rank_that_ends_is_missed_with_its_reason(*, play, agent, scene, by_ag
 
 
 def fail(scene: str) -> int:
-    """Fail in a command; SIGTERM ends a rank that has an error of its own as soon as it waits."""
+    """Fail in a command; SIGTERM comes to a rank with an error of its own as soon as it waits."""
     own = f"custom.val_jsonl of rank {os.environ['RANK']} fails"
     errors = {"alike": too_short(), "own": DataSetError(own), "bug": ValueError(own)}
     if own in str(errors.get(scene)):
