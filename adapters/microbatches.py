@@ -438,8 +438,8 @@ def pack_row(batch: BatchedData, *, multiple: int, row_length: int | None = None
     ends = cu_seqlens(lengths, pad_to_multiple_of=multiple)
     if row_length is not None:
         if ends[-1] > row_length:
-            message = f"sequences of {ends[-1]:,} positions do not fit a row of {row_length:,}: raise row_length"
-            raise ArgumentError("batch", message)
+            message = f"the sequences have {ends[-1]:,} positions in total with padding, but the row has {row_length:,}"
+            raise ArgumentError("batch", f"{message}: raise row_length")
         ends[-1] = row_length
     layout = PackedLayout(cu_seqlens(lengths), ends)
     source = batch.tensor(batch.input_key)

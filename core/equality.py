@@ -34,7 +34,9 @@ model.
 
 FLEX = "flex_attention"
 
-FLASH_BACKENDS = ("flash_attention_2", "flash_attention_3", "flash_attn")
+FLASH_3 = "flash_attention_3"
+
+FLASH_BACKENDS = ("flash_attention_2", FLASH_3, "flash_attn")
 
 BACKENDS = (AUTO, VARLEN, NATIVE, "eager", FLEX, *FLASH_BACKENDS)
 """
@@ -330,7 +332,7 @@ class ProbeResult:
             limit: Largest allowed relative difference from the samples alone.
         """
         if not math.isfinite(self.isolation):
-            return "no gradient of a sample's logits reaches its tokens, so the test proves nothing"
+            return "gradients of a sample's logits are 0 or not finite, so the test proves nothing"
         if self.isolation:
             return f"gradients pass between samples of a row ({self.isolation:.2g} of a sample's own gradient, not 0)"
         if not self.equality <= limit:
@@ -472,7 +474,7 @@ def choose_attention(
     Args:
         attn_impl: Value of `attn_impl`.
         verdict: Verdict of the probe on the model; None if it was not probed.
-        flash_installed: Whether the package flash-attn is installed.
+        flash_installed: Whether the package of this attention is installed.
         on_cpu: Whether the model trains on a CPU.
 
     Raises:
@@ -509,11 +511,12 @@ def reason_against_backend(attn_impl: str, *, flash_installed: bool, on_cpu: boo
 
     Args:
         attn_impl: Name of the backend.
-        flash_installed: Whether the package flash-attn is installed.
+        flash_installed: Whether the package of this backend is installed.
         on_cpu: Whether the model trains on a CPU.
     """
     if attn_impl in FLASH_BACKENDS and not flash_installed:
-        return "the package flash-attn is not installed"
+        package = "flash-attn-3" if attn_impl == FLASH_3 else "flash-attn"
+        return f"the package {package} is not installed"
     if attn_impl in FLASH_BACKENDS and on_cpu:
         return "flash attention runs only on a GPU"
     if attn_impl == FLEX and on_cpu:

@@ -299,18 +299,17 @@ def _no_packs_error(lengths: IntArray, skipped: IntArray, dropped: Packs, policy
     reasons: list[str] = []
     details: dict[str, float] = {"num_skipped": skipped.size, "num_dropped_packs": len(dropped)}
     if skipped.size:
-        has = verb_for(skipped.size, "has", "have")
-        reasons.append(f"{counted(skipped.size, 'sample')} {has} {capacity} or more, and long samples are skipped")
+        reasons.append(f"{counted(skipped.size, 'sample')} of {capacity} or more {verb_for(skipped.size)} skipped")
     if len(dropped):
         short, fullest = lengths[dropped.indices], int(dropped.loads(lengths).max())
         # Rounded down, so that the ratio in the message is low enough.
         details["fullest"] = fullest * 10_000 // policy.packing_length / 10_000
         reasons.append(
             f"{counted(len(dropped), 'pack')} (samples of {token_range(int(short.min()), int(short.max()))}) "
-            f"{verb_for(len(dropped))} filled below min_fill_ratio {policy.min_fill_ratio}, the fullest to "
-            f"{details['fullest']:g} ({fullest:,} of {capacity})"
+            f"{verb_for(len(dropped))} filled to at most {details['fullest']:g} ({fullest:,} of {capacity}), below "
+            f"min_fill_ratio {policy.min_fill_ratio}"
         )
-    fact = f"none of {counted(lengths.size, 'sample')} is left to train on: {'; '.join(reasons)}"
+    fact = f"none of {counted(lengths.size, 'sample')} is left to train on, since {', and '.join(reasons)}"
     return ArgumentError("all_dropped" if len(dropped) else "all_skipped", fact, details)
 
 

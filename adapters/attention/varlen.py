@@ -391,7 +391,9 @@ def why_not_fused(
         "attention weights are dropped": dropout > 0,
         "the model's mask is neither causal nor a window": layout.masks is not None,
         f"attention heads have an unsupported size of {size}": size > _HEAD_SIZE or size % _HEAD_STEP != 0,
-        f"the GPU has compute capability {capability}, below {_CAPABILITY}": (capability or _CAPABILITY) < _CAPABILITY,
+        "the GPU has compute capability {}.{}, but the kernel needs at least {}.{}".format(
+            *(capability or _CAPABILITY), *_CAPABILITY
+        ): (capability or _CAPABILITY) < _CAPABILITY,
     }
     return next((reason for reason, holds in reasons.items() if holds), None)
 

@@ -329,7 +329,8 @@ def _unpad_for_loss(trainer: Any, groups: RowGroups | None, *, check: bool) -> l
 def _keep_ranks_in_step(trainer: Any, models: list[Any]) -> None:
     """
     Make vision towers run in every batch if the other ranks would wait for a rank without images.
-    The other ranks wait if weights are sharded, or if DDP does not look for unused parameters.
+    The other ranks wait under DeepSpeed and FSDP, if weights are sharded, and if DDP does not look
+    for unused parameters.
     """
     args, rows, collate = trainer.args, trainer.train_dataset, _find_row_collator(trainer) or pad_rows
     unset = args.ddp_find_unused_parameters is None  # then transformers decides

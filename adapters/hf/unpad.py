@@ -15,7 +15,6 @@ import logging
 import weakref
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack
-from importlib.util import find_spec
 from itertools import product
 from typing import Any
 
@@ -45,6 +44,7 @@ from packplan.adapters.probe.small_model import error_text
 from packplan.adapters.proof.comparison import Outcome, allow_for_cancelling, compare
 from packplan.adapters.proof.first_calls import FirstCalls, find_difference, raising_together
 from packplan.adapters.proof.steps import rounding_limit_of, trying_losses
+from packplan.adapters.versions import has_flash_package
 from packplan.core.equality import AUTO, VARLEN, AttentionChoice, choose_attention
 from packplan.core.errors import ArgumentError, MismatchError, ModelError
 
@@ -179,7 +179,7 @@ def set_isolating_attention(
     attn_impl = AUTO if named == NAME else named
     on_cpu = next(model.parameters()).device.type == "cpu"
     verdict = probe_small_copy(config, attn_impl=attn_impl, on_cpu=on_cpu)
-    choice = choose_attention(attn_impl, verdict, flash_installed=find_spec("flash_attn") is not None, on_cpu=on_cpu)
+    choice = choose_attention(attn_impl, verdict, flash_installed=has_flash_package(attn_impl), on_cpu=on_cpu)
     if choice.leak is not None:
         raise ModelError.for_leak(verdict.model_type, named, choice.leak)
     if attn_impl == AUTO and choice.loaded_backend != config._attn_implementation:  # noqa: SLF001  # has no public name

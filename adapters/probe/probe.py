@@ -9,7 +9,6 @@ import contextlib
 import logging
 from collections.abc import Callable, Iterator
 from functools import cached_property, partial
-from importlib.util import find_spec
 from typing import Any
 
 import attrs
@@ -32,6 +31,7 @@ from packplan.adapters.probe.shrink import (
 from packplan.adapters.probe.small_model import SmallModels, error_text, hiding_warnings
 from packplan.adapters.proof.comparison import Outcome, compare_values, packed_and_alone, run_alone
 from packplan.adapters.proof.modules import NamedModule, first_different_module, first_leak
+from packplan.adapters.versions import has_flash_package
 from packplan.core.equality import (
     AUTO,
     EQUALITY_LIMITS,
@@ -248,7 +248,7 @@ class SmallProbe:
 
     def _find_verdict(self, attn_impl: str) -> PackingVerdict:
         refused, native = [], self._copies_for().native
-        flash = not self.on_cpu and find_spec("flash_attn") is not None
+        flash = not self.on_cpu and has_flash_package(attn_impl)
         for trial in yield_trials(attn_impl, native=native, flash=flash):
             if trial not in self._verdicts:
                 blank = _blank_verdict(self.config, trial.attention, native, "")

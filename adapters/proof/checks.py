@@ -52,10 +52,8 @@ def assert_isolated(model: torch.nn.Module, batch: Mapping[str, Any], starts: St
         return
     dependence, where = leak
     if math.isinf(dependence.isolation):
-        reason = (
-            f"the logits of sample {dependence.reader} have no gradient to its own tokens, so a leak cannot be measured"
-        )
-        raise ModelError("probe", reason)
+        reason = f"the logits of sample {dependence.reader} have gradients that are 0 or not finite"
+        raise ModelError("probe", f"{reason}, so a leak cannot be measured")
     fact = f"gradients of sample {dependence.reader} are {dependence.isolation:.2g} times as large at sample "
     fact += f"{dependence.source} as at sample {dependence.reader}, instead of 0"
     if getattr(getattr(model, "config", None), "use_cache", False) and "use_cache" not in row.inputs:

@@ -247,7 +247,7 @@ def run_alone(
 
 def compare(found: Outcome, expected: Outcome, *, median: bool = False) -> Comparison:
     """
-    Compare an outcome with the expected outcome.
+    Return the relative differences between an outcome and the expected outcome.
 
     Args:
         found: Outcome of packed samples.
@@ -343,7 +343,8 @@ def read_logits(output: Any, shape: Shape) -> torch.Tensor:
     if isinstance(logits, tuple) and logits:
         logits = logits[0]
     if not isinstance(logits, torch.Tensor):
-        raise ModelError("probe", f"the model returns {type(output).__name__} without logits: switch fused losses off")
+        fact = f"the model returns {type(output).__name__} without logits, so its samples cannot be compared: load it "
+        raise ModelError("no_logits", f"{fact}with a head that computes logits, and leave use_liger_kernel off")
     rows, tokens = shape
     if logits.numel() == 0 or logits.shape[:-1].numel() != rows * tokens:
         raise ModelError("probe", f"the model returns logits of shape {tuple(logits.shape)} for {shape_text(shape)}")

@@ -206,4 +206,4 @@ def difference_text(found: Pass, expected: Pass) -> str | None:
     beyond = {name: size for name, size in differences.items() if not size <= expected.limit}
     worst = sorted(beyond, key=beyond.__getitem__, reverse=True)[:3]
     texts = ", ".join(f"{name} by {beyond[name]:.2g}" for name in worst)
-    return f"{texts} of the largest value (allowed: {expected.limit:.0e})" if texts else None
+    return f"{texts}, relative to the largest value of each (allowed: {expected.limit:.0e})" if texts else None

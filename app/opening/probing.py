@@ -5,7 +5,6 @@ not need ms-swift.
 
 import time
 from collections.abc import Iterator
-from importlib.util import find_spec
 from pathlib import Path
 
 import attrs
@@ -13,6 +12,7 @@ import torch
 
 from packplan.adapters.probe.probe import SmallProbe
 from packplan.adapters.probe.small_model import open_model_config
+from packplan.adapters.versions import has_flash_package
 from packplan.core.config.run import ModelConfig
 from packplan.core.equality import BACKENDS, PackingVerdict, Precision, reason_against_backend
 from packplan.core.errors import ConfigError, Fault
@@ -73,8 +73,8 @@ def probe_backends(
         precision=dtype or "float32",
     )  # fmt: skip
     for backend in BACKENDS:
-        start, flash = time.monotonic(), find_spec("flash_attn") is not None
-        leak = reason_against_backend(backend, flash_installed=flash, on_cpu=not has_gpu)
+        start = time.monotonic()
+        leak = reason_against_backend(backend, flash_installed=has_flash_package(backend), on_cpu=not has_gpu)
         if leak is not None:
             yield BackendProbe(backend, None, leak)
             continue

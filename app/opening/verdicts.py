@@ -8,7 +8,6 @@ folder of the plans, with a fingerprint of everything that it depends on.
 import logging
 import time
 from functools import cache
-from importlib.util import find_spec
 from typing import Any
 
 import attrs
@@ -20,7 +19,7 @@ from packplan.adapters.probe.probe_row import device_and_precision, probe_ready_
 from packplan.adapters.probe.small_model import open_model_config
 from packplan.adapters.stores.plans import DiskVerdictStore
 from packplan.adapters.trainer.arguments import runs_on_cpu
-from packplan.adapters.versions import installed_version
+from packplan.adapters.versions import has_flash_package, installed_version
 from packplan.app.opening.stores import artefacts_folder
 from packplan.core.config.run import ModelConfig, RunConfig
 from packplan.core.equality import AUTO, PROBE_VERSION, VARLEN, AttentionChoice, PackingVerdict, choose_attention
@@ -140,7 +139,7 @@ def _choose_attention(config: RunConfig, verdict: PackingVerdict | None, *, on_c
     Return a run's attention backend, chosen by *verdict* if given; ModelError if the run sets
     `varlen`, and the verdict does not allow it.
     """
-    flash_installed = find_spec("flash_attn") is not None
+    flash_installed = has_flash_package(config.model.attn_impl)
     return choose_attention(config.model.attn_impl, verdict, flash_installed=flash_installed, on_cpu=on_cpu)
 
 
@@ -156,8 +155,8 @@ def _refuse_leak(config: RunConfig, attention: AttentionChoice) -> None:
 
 def needs_verdict(config: RunConfig) -> bool:
     """
-    Return whether a run's model is probed: if the run packs, or if the attention of the model
-    depends on the verdict.
+    Return whether a run's model is probed. The models of ms-swift commands are not; others are if
+    the run packs, or if the attention of the model depends on the verdict.
     """
     return config.command is None and (config.training.packing or config.model.attn_impl in (AUTO, VARLEN))
 

@@ -417,9 +417,9 @@ class TrainingConfig:
 
     packing_wait_timeout_s: float = key(7200.0, neither=_MEASURES, check=at_least(0), stream="evaluation")
     """
-    Longest total wait of a rank in seconds; 0 sets no limit. Rank 0 waits for other jobs
-    that write to the run's folders, and all other ranks wait for rank 0. The limit also holds for
-    each block of samples that is measured on Ray.
+    Seconds from the start until a rank stops waiting; 0 sets no limit. Rank 0 waits for other jobs
+    that write to the run's folders; all other ranks wait for rank 0, also while it measures. Each
+    block that is measured on Ray may take as long.
     """
 
     packing_lengths_from: PathText | None = key(

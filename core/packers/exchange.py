@@ -68,7 +68,8 @@ more than a thousandth.
 _FEW, _MANY = 500, 8
 """
 Divisors of the number of packs. A search that need not reach all packs ends when at most one pack
-in 500 must change. Parts are drawn again when more than one pack in 8 has changed.
+in 500 must change. Parts are drawn again when more than one pack in 8 has changed, but not before
+four rounds (`_ROUNDS_OF_A_CYCLE`).
 """
 
 

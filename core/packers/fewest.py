@@ -12,7 +12,7 @@ samples. If a gap to the bound is still left, packs in the order of the data and
 are tried too. Therefore `certified` never needs more packs than the quick algorithms,
 `concatenative`, or `first_fit_shuffle` with the same seed.
 
-No limit is a time, so the result does not depend on the speed of the machine.
+All limits count steps, never seconds, so the result does not depend on the speed of the machine.
 """
 
 from collections.abc import Callable, Iterator

@@ -136,7 +136,7 @@ def test_wider_rows_and_batches_are_padded_at_their_end(lengths, more):
     assert plain.cu_seqlens_padded[:-1].tolist() == row.cu_seqlens_padded[:-1].tolist()
     assert torch.equal(plain.input_ids, row.input_ids[:, :needed])
     assert (row.input_ids[:, needed:] == 7).all()
-    with pytest.raises(ArgumentError, match="do not fit a row of"):
+    with pytest.raises(ArgumentError, match=f"have {needed:,} positions in total .* row has {needed - 1:,}: raise"):
         pack_row(batch, multiple=2, row_length=needed - 1)
 
     wide = batch.truncate(batch.width + more)

@@ -17,6 +17,7 @@ from trl.trainer.sft_trainer import DataCollatorForLanguageModeling
 from packplan.adapters.attention import set_attention
 from packplan.adapters.attention.packed_row import run_by_sample
 from packplan.adapters.probe.small_model import SmallModels
+from packplan.adapters.proof.comparison import read_logits
 from packplan.core.equality import AttentionChoice
 from packplan.core.errors import ArgumentError, MismatchError, ModelError
 from packplan.testing import assert_equal_to_alone, assert_isolated
@@ -380,8 +381,11 @@ SILENT = {
     ),
     "FSDP 2": (shard, r"head\.weight is sharded"),
     "quantised": (quantise, "logits have no gradient"),
-    "infinite": (lambda model: nn.init.constant_(model.head.weight, math.inf), "logits of sample 0 have no gradient"),
-    "blind": (lambda model: nn.init.zeros_(model.head.weight), "logits of sample 0 have no gradient"),
+    "infinite": (
+        lambda model: nn.init.constant_(model.head.weight, math.inf),
+        "sample 0 have gradients that are 0 or not finite",
+    ),
+    "blind": (lambda model: nn.init.zeros_(model.head.weight), "sample 0 have gradients that are 0 or not finite"),
 }
 
 
@@ -393,6 +397,12 @@ def test_a_model_that_cannot_be_asked_is_an_error_and_no_proof(change, said):
     with pytest.raises(ModelError, match=said) as caught:
         assert_isolated(model, positions_alone())
     assert "probe" == caught.value.kind
+
+
+def test_a_model_without_logits_is_not_told_to_train_without_packing():
+    """Since either its head is missing, or a fused loss computes no logits."""
+    with pytest.raises(ModelError, match=r"returns dict without logits.* a head .* leave use_liger_kernel off$"):
+        read_logits({"last_hidden_state": torch.ones(1, 3, 4)}, (1, 3))
 
 
 def test_gradients_need_a_weight_that_trains():

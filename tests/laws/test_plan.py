@@ -170,6 +170,7 @@ def test_planned_samples_that_teach_nothing_are_counted_and_all_of_them_are_refu
         ("empty", [], {}), ("all_skipped", [10, 11], {"allow_single_long": False}),
         ("all_skipped", [10], {"allow_single_long": False, "packing": False}),
         ("all_dropped", [1], {"min_fill_ratio": "0.65"}),
+        ("all_dropped", [1, 10], {"min_fill_ratio": "0.65", "allow_single_long": False}),
     ],
 )  # fmt: skip
 def test_no_pack_left_is_an_error_that_says_why(kind, lengths, options):
@@ -177,6 +178,7 @@ def test_no_pack_left_is_an_error_that_says_why(kind, lengths, options):
     with pytest.raises(ArgumentError) as raised:
         build_raw_plan(lengths, packing_length=10, **options)
     assert kind == raised.value.kind
+    assert kind == "empty" or " is left to train on, since " in str(raised.value)
 
 
 @given(st.lists(st.integers(51, 64), min_size=1), st.sampled_from(["0.65", "1"]))

@@ -6,6 +6,7 @@ import attrs
 import numpy as np
 import pytest
 
+from packplan.adapters import versions
 from packplan.core import errors
 from packplan.core.equality import AUTO, BACKENDS, VARLEN, PackingVerdict, ProbeResult, choose_attention, yield_trials
 from packplan.core.errors import Difference, ModelError, PackplanError, RunError, StaleError, counted, verb_for
@@ -83,6 +84,7 @@ ON_CPU = {"on_cpu": True}
         ("sdpa", verdict(None), {}, "sdpa", "must not share packs: it says so", "it says so"),
         ("eager", None, {}, "eager", "names this attention", None),
         ("flash_attention_2", None, {}, "flash_attention_2", "names this attention", "flash-attn is not installed"),
+        ("flash_attention_3", None, {}, "flash_attention_3", "names this attention", "flash-attn-3 is not installed"),
         ("flash_attention_2", None, FLASH | ON_CPU, "flash_attention_2", "names this attention", "only on a GPU"),
         ("flash_attention_2", None, FLASH, "flash_attention_2", "names this attention", None),
         ("flex_attention", None, ON_CPU, "flex_attention", "names this attention", "no backward pass on a CPU"),
@@ -136,7 +138,7 @@ def test_what_is_measured_passes_if_it_is_apart_and_equal():
     assert ProbeResult(0, 2e-5, 2e-5, 2e-5).reason_against_packing(limit=2e-5) is None
     for found in (ProbeResult(1e-30, 0), ProbeResult(0, 0, 0, 3e-5), ProbeResult(0, float("nan"))):
         assert found.reason_against_packing(limit=2e-5) is not None
-    assert "no gradient of a sample's logits reaches" in ProbeResult(float("inf"), 0).reason_against_packing(limit=1.0)
+    assert "logits are 0 or not finite" in ProbeResult(float("inf"), 0).reason_against_packing(limit=1.0)
 
 
 def test_errors_name_what_failed():
@@ -146,3 +148,11 @@ def test_errors_name_what_failed():
     assert said.endswith("length was 3, now 4; delete cache/a: the next run makes the copy again")
     assert {"file": "a.jsonl"} == StaleError.for_file("a.jsonl", "it has 2 rows").details
     assert "plain" == str(PackplanError("plain"))
+
+
+def test_each_flash_attention_needs_its_own_package(monkeypatch):
+    """Version 3 is a package of its own, with another module than version 2."""
+    monkeypatch.setattr(versions, "find_spec", lambda name: "found" if name == "flash_attn_interface" else None)
+
+    assert versions.has_flash_package("flash_attention_3")
+    assert not any(versions.has_flash_package(name) for name in ("flash_attention_2", "flash_attn", "auto"))
