@@ -162,21 +162,24 @@ class BatchedData:
 
     def with_fields(self, sequence_dims: Mapping[str, int | None] = MappingProxyType({}), /, **fields: Field) -> Self:
         """
-        Return the batch with fields added or replaced; errors are those of `from_fields`.
+        Return the batch with fields added or replaced, which are checked as in `from_fields`.
 
         Args:
             sequence_dims: Sequence dimensions of the new fields, as in `from_fields`.
             **fields: Tensors and lists with one entry for each sequence.
         """
-        kept = {name: dim for name, dim in self.sequence_dims.items() if name not in fields}
-        return self.from_fields(
-            {**self.fields, **fields},
+        given = {self.input_key: self[self.input_key], **fields}
+        new = self.from_fields(
+            given,
             lengths=self.lengths,
-            sequence_dims={**kept, **sequence_dims},
-            pad_values=self.pad_values,
+            sequence_dims=sequence_dims,
+            pad_values={name: value for name, value in self.pad_values.items() if name in given},
             input_key=self.input_key,
             input_lengths_key=self.input_lengths_key or "",
         )
+        dims = {name: dim for name, dim in self.sequence_dims.items() if name not in fields} | {**new.sequence_dims}
+        merged = {**self.fields, **new.fields}
+        return attrs.evolve(self, fields=merged, sequence_dims=_dims(merged, dims, self.input_key))
 
     def select(self, indices: Sequence[int] | Tensor) -> Self:
         """
@@ -228,16 +231,13 @@ class BatchedData:
         ArgumentError is raised if the sharding was made for other lengths.
         """
         if sharding.lengths.tolist() != self.lengths.tolist():
-            message = "the sharding was made from other lengths: make the sharding from this batch's lengths"
-            raise ArgumentError("batch", message)
-        digest = hashlib.sha256(self.lengths.cpu().numpy().tobytes())
-        digest.update(self.tensor(self.input_key).cpu().numpy().tobytes())
+            raise ArgumentError("batch", "the sharding was made from other lengths: make it from this batch's lengths")
         held = []
         for global_batches in sharding:
             weights = torch.cat([torch.tensor(batch.weights) for batch in global_batches]).to(torch.float32)
             mine = self.select(torch.cat([torch.tensor(batch.indices) for batch in global_batches]))
             data = mine.with_fields(**{WEIGHTS: weights})
-            held.append(ShardedData(data, sharding.mode, sharding.multiple, global_batches, digest.hexdigest()))
+            held.append(ShardedData(data, sharding.mode, sharding.multiple, global_batches))
         return held
 
 
@@ -303,12 +303,16 @@ class ShardedData:
 
     global_batches: tuple[ShardBatch, ...]
 
-    batch_digest: str
-    """SHA-256 of the lengths and tokens of the whole batch, which is the same for all workers."""
-
     def __iter__(self) -> Iterator[Microbatch]:
         """Yield the microbatches of all global batches."""
         return chain.from_iterable(map(self.microbatches, range(len(self.global_batches))))
+
+    @property
+    def digest(self) -> str:
+        """SHA-256 of the lengths and tokens, whatever their type, padding and device."""
+        ids, lengths = self.data.tensor(self.data.input_key).detach().cpu(), self.data.lengths.cpu()
+        tokens = ids[torch.arange(self.data.width) < lengths[:, None]].to(torch.float64)  # holds ids and fractions
+        return hashlib.sha256(lengths.numpy().tobytes() + tokens.numpy().tobytes()).hexdigest()
 
     def microbatches(self, batch: int) -> Iterator[Microbatch]:
         """Yield this worker's microbatches of global batch *batch*, counted from 0."""
@@ -413,10 +417,8 @@ class Microbatch:
 
 def padded_microbatch(batch: BatchedData) -> Microbatch:
     """Return a padded batch as one microbatch, with a row for each sequence."""
-    starts = np.arange(len(batch) + 1) * batch.width
-    return Microbatch(
-        batch.tensor(batch.input_key), PackedLayout([0, *batch.lengths.cumsum(0).tolist()], starts), batch
-    )
+    layout = PackedLayout([0, *batch.lengths.cumsum(0).tolist()], np.arange(len(batch) + 1) * batch.width)
+    return Microbatch(batch.tensor(batch.input_key), layout, batch)
 
 
 def pack_row(batch: BatchedData, *, multiple: int, row_length: int | None = None) -> Microbatch:
@@ -468,9 +470,14 @@ def _check_mask(batch: BatchedData) -> None:
     tokens = torch.arange(batch.width) < batch.lengths.cpu()[:, None]
     if (wrong := (mask.cpu() != tokens).any(1)).any():
         row = int(wrong.int().argmax())
-        fact = f"row {row} of attention_mask is not 1 for its {counted(int(batch.lengths[row]), 'token')}, then 0"
+        ones, length = int(mask[row].sum()), counted(int(batch.lengths[row]), "token")
+        fact = f"row {row} of attention_mask is not 1 for its {length}, then 0"
         order = "attention_mask.argsort(1, descending=True, stable=True)"
-        raise ArgumentError("batch", f"{fact}: move the tokens of each field to the front, by field.gather(1, {order})")
+        advice = f"move the tokens of each field to the front, by field.gather(1, {order})"
+        if torch.equal(mask[row].cpu() == 1, torch.arange(batch.width) < ones):
+            fact = f"row {row} has {length} by lengths, but {ones:,} by attention_mask"
+            advice = "give lengths=attention_mask.sum(1)" if ones else "remove the sequence"
+        raise ArgumentError("batch", f"{fact}: {advice}")
 
 
 def _check_pad_values(fields: Mapping[str, Field], pad_values: Mapping[str, float]) -> Mapping[str, float]:

@@ -15,7 +15,7 @@ are kept apart.
 import copy
 import inspect
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from functools import partial
 from typing import Any
@@ -36,6 +36,9 @@ from packplan.core.errors import ArgumentError, MismatchError, ModelError, Packp
 
 _ENGINES = ("DEEPSPEED", "FSDP", "MEGATRON_LM")
 """Distributed types of accelerate that shard a model over ranks."""
+
+_TOKENS = ("decoder_input_ids", "input_ids", "inputs_embeds")
+"""Arguments of models whose first dimensions are rows and tokens, as those of labels."""
 
 _RANDOM = re.compile("drop|noise")
 """Name pattern of attributes that are rates of dropout or noise."""
@@ -82,7 +85,7 @@ def assert_step_loss(
     trainer: Any,
     *,
     model: torch.nn.Module | None = None,
-    labels: Sequence[torch.Tensor] | None = None,
+    labels: Iterable[torch.Tensor] | None = None,
     limit: float | None = None,
 ) -> StepLoss:
     """
@@ -105,7 +108,9 @@ def assert_step_loss(
     Raises:
         MismatchError: The loss or the gradients differ. The error is an AssertionError, and names
             the factor between actual and expected values.
-        ArgumentError: The trainer or its batches cannot be read, or the function updates weights.
+        ArgumentError: The trainer or its batches cannot be read, the function updates weights, or
+            labels are not tensors of the shape of their call's tokens.
+        RunError: Another rank has failed.
         ModelError: The model has no gradients to compare, or its weights are sharded.
     """
     is_trainer = hasattr(trainer, "get_batch_samples") and hasattr(trainer, "train")
@@ -130,7 +135,7 @@ def assert_step_loss(
             raise ArgumentError("packed_batch", "the step has no supervised token, so it has no loss to compare")
         model.eval()
         run_again = partial(_run_for_mean, model, samples, tokens, autocast)
-        with sharing_by(1):  # a rank that shares rows has a part of their gradients
+        with sharing_by(1), failing_together():  # a rank that shares rows has a part of their gradients
             expected = run_again()
             if not gradients:
                 fact = "the step left no gradients in the weights: leave zero_grad out of the function"
@@ -140,12 +145,10 @@ def assert_step_loss(
                     limit = difference_limit(model)
             apart = compare(Outcome(expected.loss if loss is None else loss, gradients), expected)
             apart = allow_for_cancelling(apart, expected, model, run_again, limit=limit)
-    along = sum(
-        float((gradients[name].double() * one).sum()) for name, one in expected.gradients.items() if name in gradients
-    )
-    factor = along / (sum(float((one.double() ** 2).sum()) for one in expected.gradients.values()) or 1.0)
-    found = StepLoss(loss, expected.loss, apart.gradients, factor, tokens, limit)
-    facts = []
+    due = expected.gradients
+    along = sum(float((gradients[name].double() * one).sum()) for name, one in due.items() if name in gradients)
+    factor = along / (sum(float((one.double() ** 2).sum()) for one in due.values()) or 1.0)
+    found, facts = StepLoss(loss, expected.loss, apart.gradients, factor, tokens, limit), []
     if loss is not None and not apart.loss <= limit:
         facts.append(f"the step's loss is {loss:.5g} instead of {found.due:.5g} (factor {loss / found.due:.4g})")
     if not found.gradients <= limit:
@@ -169,7 +172,7 @@ def _refuse_shared_or_scaled(trainer: Any) -> None:
 
 
 def _run_function(
-    function: Callable[[], Any], model: torch.nn.Module, labels: Sequence[torch.Tensor] | None
+    function: Callable[[], Any], model: torch.nn.Module, labels: Iterable[torch.Tensor] | None
 ) -> tuple[Any, Gradients, list[Any]]:
     """
     Run the step of a function; return its loss, gradients and batches.
@@ -196,14 +199,27 @@ def _run_function(
     entering = model.register_forward_pre_hook(enter, with_kwargs=True, prepend=True)
     with entering, model.register_forward_hook(leave, always_call=True):
         loss = function()
-    if versions != [one._version for one in model.parameters()]:  # noqa: SLF001  # see above
-        raise ArgumentError("host", "the step changed the weights: leave the optimizer's update out of the function")
-    if labels is not None:
-        if len(labels) != len(batches):
-            calls = f"the step calls the model {counted(len(batches), 'time')}, but labels has {len(labels)}"
-            raise ArgumentError("host", f"{calls}: pass the labels of each call")
-        batches = [{**batch, "labels": own} for batch, own in zip(batches, labels, strict=True)]
+    with failing_together():
+        if versions != [one._version for one in model.parameters()]:  # noqa: SLF001  # see above
+            fact = "the step changed the weights: leave the optimizer's update out of the function"
+            raise ArgumentError("host", fact)
+        batches = batches if labels is None else [*_add_labels(batches, [*labels])]
     return None if loss is None else float(torch.as_tensor(loss).detach()), _copy_gradients(model), batches
+
+
+def _add_labels(batches: list[Mapping[str, Any]], labels: list[torch.Tensor]) -> Iterator[Mapping[str, Any]]:
+    """Yield batches with their labels; ArgumentError if the number, type or shape is wrong."""
+    if len(labels) != len(batches):
+        calls = f"the step calls the model {counted(len(batches), 'time')}, but labels has {len(labels)}"
+        raise ArgumentError("host", f"{calls}: pass the labels of each call")
+    for number, (batch, own) in enumerate(zip(batches, labels, strict=True)):
+        tokens = [one for key in _TOKENS if isinstance(one := batch.get(key), torch.Tensor)]
+        due = tuple(tokens[0].shape[:2]) if tokens else "(rows, tokens)"
+        if not isinstance(own, torch.Tensor) or (tokens and own.shape != due):
+            kind = type(own).__name__ + (f" of shape {tuple(own.shape)}" if hasattr(own, "shape") else "")
+            fact = f"labels[{number}] is a {kind}, but has to be a Tensor of shape {due}, as the tokens of its call"
+            raise ArgumentError("host", fact)
+        yield {**batch, "labels": own}
 
 
 def _run_trainer(trainer: Any, model: torch.nn.Module) -> tuple[Any, Gradients, list[Any]]:
@@ -244,12 +260,8 @@ def _run_trainer(trainer: Any, model: torch.nn.Module) -> tuple[Any, Gradients, 
     handler = copy.copy(trainer.callback_handler)
     handler.callbacks = [RecordWithoutUpdate()]
     quiet = {"max_grad_norm": 0.0, "eval_on_start": False, "load_best_model_at_end": False, "report_to": []}
-    with (
-        patches,
-        replace_attributes(trainer.args, **quiet),
-        restoring_attributes(trainer),
-        restoring_attributes(model),
-    ):  # accelerate wraps its forward
+    # Restores the model's attributes too, since accelerate wraps its forward.
+    with patches, replace_attributes(trainer.args, **quiet), restoring_attributes(trainer), restoring_attributes(model):
         vars(trainer).update(get_batch_samples=serve_and_note, callback_handler=handler, neftune_noise_alpha=None)
         trainer.control = type(trainer.control)()
         trainer.train()

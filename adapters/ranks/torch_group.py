@@ -477,15 +477,15 @@ class RankWorkers:
         """
         Call *method* with this rank's shard; return the results of all ranks, by rank.
 
-        ArgumentError is raised if the shards of ranks come from different batches.
+        ArgumentError is raised if the shards of ranks come from different batches or shardings.
         """
         rank = self._group.rank
-        digests = [shard.batch_digest for shard in shards if isinstance(shard, ShardedData)]
-        of_ranks = self._group.gather("".join(digests[:1]))
+        digests = [one.digest for one in shards if self.num_workers > 1 and isinstance(one, ShardedData)]
+        of_ranks = self._group.gather(hashlib.sha256("".join(digests).encode()).hexdigest())
         if other := [number for number, digest in enumerate(of_ranks) if digest != of_ranks[0]]:
             fact = (
-                f"rank {other[0]} has another batch than rank 0, so sequences would be lost: gather the fields of all "
-                "ranks (torch.distributed.all_gather_object), and make one batch of them on each rank (concatenate)"
+                f"rank {other[0]} has another batch or sharding than rank 0, so sequences would be lost: gather the "
+                "fields of all ranks (torch.distributed.all_gather_object), and make one batch of them (concatenate)"
             )
             raise ArgumentError("batch", fact)
         try:

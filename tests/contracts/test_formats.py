@@ -74,16 +74,11 @@ def arrow(records, new=pa.ipc.new_stream) -> bytes:
 
 
 FORMATS = {
-    "a.jsonl": lines,
-    "a.json": array,
-    "a.jsonl.gz": lambda records: gzip.compress(lines(records), mtime=0),
-    "a.json.gz": lambda records: gzip.compress(array(records)),
-    "a.jsonl.zst": lambda records: zst(lines(records)),
-    "a.json.zst": lambda records: zst(array(records)),
-    "a.parquet": parquet,
-    "a.arrow": arrow,
+    "a.jsonl": lines, "a.json": array, "a.jsonl.gz": lambda records: gzip.compress(lines(records), mtime=0),
+    "a.json.gz": lambda records: gzip.compress(array(records)), "a.jsonl.zst": lambda records: zst(lines(records)),
+    "a.json.zst": lambda records: zst(array(records)), "a.parquet": parquet, "a.arrow": arrow,
     "b.arrow": lambda records: arrow(records, pa.ipc.new_file),
-}
+}  # fmt: skip
 """Name of a file -> how records are written to it."""
 
 DIRECT = {"a.jsonl", "a.arrow", "b.arrow"}

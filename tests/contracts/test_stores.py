@@ -176,12 +176,9 @@ def test_the_disk_holds_small_readable_manifests_and_nothing_else(whole):
     held = {path.stem: json.loads(path.read_text()) for path in whole.glob("*.json")}
     raw, of_two, schedule = (held[name] for name in ("raw_plan", "plan_ws2", "schedule_ws2"))
     named = {
-        "lengths.bin",
-        "images.bin",
-        "record_heads.bin",
-        "plan_ws3.json",
+        "lengths.bin", "images.bin", "record_heads.bin", "plan_ws3.json",
         *(entry["file"] for entry in raw["arrays"].values()),
-    }
+    }  # fmt: skip
     assert {*named, *(f"{name}.json" for name in held)} == set(content(whole))
     assert ([3, 3, 4], 10) == ([one["steps"] for one in schedule["epochs"]], schedule["total_steps"])
     assert (10, plan_checksum(PLAN.packs)) == (held["lengths"]["samples"]["rows"], raw["checksum"])

@@ -100,7 +100,7 @@ def train_page(model: str, folder: Path) -> None:
     np.save(folder / f"{rank} of {workers.num_workers}.npy", losses)
     fields["input_ids"][0, 0] = 20 + rank
     if workers.num_workers > 1:
-        with pytest.raises(ArgumentError, match=r"rank 1 has another batch than rank 0, .* make one batch of them"):
+        with pytest.raises(ArgumentError, match=r"rank 1 has another batch or sharding than rank 0, .* make one batch"):
             module.train(workers, BatchedData.from_fields(fields, lengths=LENGTHS))
 
 

@@ -60,12 +60,10 @@ def test_a_bad_record_is_named_by_its_line(open_source, outcome, tmp_path):
     os.mkfifo(tmp_path / "pipe.png")
     shown = {
         "gone.png": "gone.png does not exist: relative paths start at custom.media_dir",
-        "data.jsonl": "damaged or not an image",
-        "huge.png": "pixels: shrink it, or raise custom.max_image_pixels",
-        "line.png": "aspect ratio",
-        "pipe.png": "pipe.png is a folder, a pipe or a device",
+        "data.jsonl": "damaged or not an image", "huge.png": "pixels: shrink it, or raise custom.max_image_pixels",
+        "line.png": "aspect ratio", "pipe.png": "pipe.png is a folder, a pipe or a device",
         "iVBORw0KGgo" * 7000: "the image of 57,750 bytes in the record cannot be read, since it is damaged",
-    }
+    }  # fmt: skip
     tags = f"what is <video>? <img>{tmp_path / 'a.png'}</img><img>b</img>"
     records = [asked("<image>what?", images=[image]) for image in shown]
     records += [chat(chat_template_kwargs={"enable_thinking": True}), asked("<|image_pad|>"), chat(id="x" * 200_000)]

@@ -191,12 +191,10 @@ def test_a_container_that_lies_gives_the_length_that_training_has(open_source, t
         "duration.mp4": patched(whole["mp4"], b"mvhd", 16, ">I", 36_000_000),
         "short.mp4": patched(whole["mp4"], b"mdhd", 16, ">I", 512),
         "more.mp4": patched(whole["mp4"], b"stts", 8, ">I", 3000),
-        "fewer.mp4": patched(whole["mp4"], b"stts", 8, ">I", 10),
-        "more.avi": patched(avi, b"vids", 28, "<I", 3000),
-        "fewer.avi": patched(avi, b"vids", 28, "<I", 5),
-        "rate.avi": patched(avi, b"vids", 16, "<II", 1, 100_000),
+        "fewer.mp4": patched(whole["mp4"], b"stts", 8, ">I", 10), "more.avi": patched(avi, b"vids", 28, "<I", 3000),
+        "fewer.avi": patched(avi, b"vids", 28, "<I", 5), "rate.avi": patched(avi, b"vids", 16, "<II", 1, 100_000),
         "short.mkv": patched(whole["mkv"], b"\x44\x89\x88", 0, ">d", 100.0),
-    }
+    }  # fmt: skip
     for name, data in lies.items():
         (tmp_path / name).write_bytes(data)
     VideoSpec("webm", "libvpx-vp9", size=(97, 53)).write(tmp_path / "odd.webm")

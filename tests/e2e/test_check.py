@@ -68,14 +68,12 @@ LORA = {"tuner_type": "lora", "target_modules": ["q_proj", "v_proj"]}
 
 SOUND = {
     **{(model, "varlen"): {} for model in ("qwen2_5_vl", "qwen3_vl", "qwen2", "qwen3")},
-    ("qwen2_5_vl", "sdpa"): {"data": "image"},
-    ("qwen3_vl", "eager"): {"training": LORA},
+    ("qwen2_5_vl", "sdpa"): {"data": "image"}, ("qwen3_vl", "eager"): {"training": LORA},
     ("qwen2", "eager"): {"training": {"loss_reduction": "sample"}},
     ("qwen3", "sdpa"): {"training": {"loss_reduction": "sqrt", "bf16": True}},
-    ("qwen3", "flex_attention"): {"num_packs": 1},
-    ("qwen2", "varlen", "token"): {"data": "weighed"},
+    ("qwen3", "flex_attention"): {"num_packs": 1}, ("qwen2", "varlen", "token"): {"data": "weighed"},
     ("qwen2", "varlen", "sqrt"): {"data": "weighed", "training": {"loss_reduction": "sqrt"}},
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("case", SOUND, ids=" ".join)

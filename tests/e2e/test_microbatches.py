@@ -1,6 +1,7 @@
 """A batch as tensors: nothing is lost or mixed on the way into microbatches and back."""
 
 import re
+from types import SimpleNamespace
 
 import attrs
 import numpy as np
@@ -11,9 +12,11 @@ from hypothesis import strategies as st
 
 from packplan.adapters.losses import FusedLoss, PackedLoss
 from packplan.adapters.microbatches import WEIGHTS, BatchedData, concatenate, pack_row, padded_microbatch
+from packplan.adapters.ranks.torch_group import OneRank, RankWorkers
 from packplan.core.context_parallel import PackedLayout
 from packplan.core.errors import ArgumentError
 from packplan.core.shard import shard_dynamic, shard_packed
+from tests.fakes import ScriptedGroup
 
 pytestmark = pytest.mark.covers
 
@@ -28,9 +31,7 @@ def batch_of(lengths):
     own = columns < torch.tensor(lengths)[:, None]
     return BatchedData.from_fields(
         {
-            "tokens": ids.where(own, 7),
-            "labels": ids.where(own, -100),
-            "values": (ids.double() / 2).where(own, 0.3),
+            "tokens": ids.where(own, 7), "labels": ids.where(own, -100), "values": (ids.double() / 2).where(own, 0.3),
             "features": (ids * own)[..., None] * torch.tensor([1, 2, 3]),
             "rewards": torch.arange(len(lengths), dtype=torch.float32),
             "pixel_values": [torch.full((number, 2), number) for number in range(len(lengths))],
@@ -49,12 +50,9 @@ def cut(mode, lengths, shards, global_batch, multiple):
 
 
 @given(
-    mode=st.sampled_from(["packed", "dynamic"]),
-    lengths=st.lists(st.integers(1, 20), min_size=1, max_size=20),
-    shards=st.integers(1, 3),
-    global_batch=st.integers(1, 24),
-    multiple=st.sampled_from([1, 4]),
-)
+    mode=st.sampled_from(["packed", "dynamic"]), lengths=st.lists(st.integers(1, 20), min_size=1, max_size=20),
+    shards=st.integers(1, 3), global_batch=st.integers(1, 24), multiple=st.sampled_from([1, 4]),
+)  # fmt: skip
 @example(mode="packed", lengths=[5, 2, 3], shards=1, global_batch=3, multiple=4)
 def test_microbatches_hold_every_token_where_it_belongs(mode, lengths, shards, global_batch, multiple):
     """In place and position, padded as its field; results come back in the order of sequences."""
@@ -100,12 +98,10 @@ def test_a_field_runs_along_the_sequence_where_it_is_declared():
     """In rows, padded batches and losses: vectors stay whole, the third dimension is cut."""
     lengths = [3, 5, 8]
     fields = {
-        "tokens": torch.arange(24).view(3, 8),
-        "vector": torch.arange(24).view(3, 8) / 2,
-        "position_ids": torch.arange(96).view(3, 4, 8),
-        "spans": torch.arange(48).view(3, 2, 8),
+        "tokens": torch.arange(24).view(3, 8), "vector": torch.arange(24).view(3, 8) / 2,
+        "position_ids": torch.arange(96).view(3, 4, 8), "spans": torch.arange(48).view(3, 2, 8),
         "sizes": torch.tensor(lengths),
-    }
+    }  # fmt: skip
     names = {"input_key": "tokens", "input_lengths_key": "sizes"}
     batch = BatchedData.from_fields(fields, sequence_dims={"vector": None, "spans": 2}, **names)
     assert [3, 4, 4] == batch.truncate(4)["sizes"].tolist()
@@ -155,9 +151,7 @@ FIELDS = {
 
 NO_LENGTHS = ([1.0, 2], [0, 2], [[1], [2]], [True, True], ["a", "b"], [1, [2]], torch.tensor([1j, 2]))
 
-NO_DIMS = (
-    ("x", 1), ("gone", 1), ("texts", 1), ("scores", 1), ("input_ids", 0), ("input_ids", None), ("mrope", 3),
-)  # fmt: skip
+NO_DIMS = (("x", 1), ("gone", 1), ("texts", 1), ("scores", 1), ("input_ids", 0), ("input_ids", None), ("mrope", 3))
 
 
 @pytest.mark.parametrize(
@@ -171,8 +165,10 @@ NO_DIMS = (
         (FIELDS, {"lengths": []}, "has 2 entries, but the batch has 0 sequences"),
         (FIELDS, {"lengths": None}, "give lengths=…, or the field input_lengths"),
         ({**FIELDS, "input_lengths": [1, 2]}, {"lengths": [2, 2]}, "lengths differ from the field input_lengths"),
-        *(({**FIELDS, "attention_mask": torch.tensor([[1, 0, 0, 0], row])}, {}, "row 1 of attention_mask is not 1 for")
-          for row in ([0, 0, 1, 1], [1, 0, 0, 0], [1, 1, 1, 0])),
+        *(({**FIELDS, "attention_mask": torch.tensor([[1, 0, 0, 0], row])}, {}, says) for row, says in (
+            *((row, "row 1 of attention_mask is not 1 for its 2 .*argsort") for row in ([0, 0, 1, 1], [1, 0, 1, 0])),
+            *(([1] * num + [0] * (4 - num), rf"2 tokens by lengths, but {num} by attention_mask: give lengths=attent")
+              for num in (1, 4)), ([0, 0, 0, 0], "but 0 by attention_mask: remove the sequence"))),
         *((FIELDS, {"pad_values": {name: 1}}, f"pad_values has {name}") for name in ("gone", "texts")),
         *((FIELDS, {"pad_values": {"input_ids": pad}}, "which int64 cannot represent") for pad in (0.5, "x")),
         *((FIELDS, {"sequence_dims": {name: dim}}, f"dimension {dim} of {name} is not as long")
@@ -184,6 +180,31 @@ def test_an_invalid_batch_is_refused(fields, options, says):
     with pytest.raises(ArgumentError, match=says):
         BatchedData.from_fields(fields, **{"lengths": [1, 2], **options})
     BatchedData.from_fields(FIELDS, lengths=[1, 2])
+
+
+def test_a_mask_is_checked_once():
+    """Where it is given: one that is then padded with 1 is kept, and a later one is refused."""
+    fields, pads = {"input_ids": IDS, "attention_mask": FIELDS["attention_mask"]}, {"attention_mask": 1}
+    batch = BatchedData.from_fields(fields, lengths=[1, 2], pad_values=pads).truncate(6)
+    assert [1, 1] == batch.with_fields(z=torch.ones(2))["attention_mask"][0, 4:].tolist()
+    batch.shard(shard_packed([1, 2], shards=1, batch_size=2, max_tokens_per_microbatch=4))
+    with pytest.raises(ArgumentError, match="row 0 has 1 token by lengths, but 6 by attention_mask"):
+        batch.with_fields(attention_mask=torch.ones(2, 6))
+
+
+@pytest.mark.parametrize("dtype", [torch.int32, torch.bfloat16, torch.float32])
+def test_ranks_compare_only_lengths_and_tokens(dtype):
+    """Type, padding and width of tokens do not count; without ranks, nothing is computed."""
+    worker, said, ids = SimpleNamespace(train=lambda _: {}), [], torch.tensor([[5, 0, 0, 0], [6, 7, 0, 0]])
+    plain = BatchedData.from_fields({"input_ids": ids}, lengths=[1, 2])
+    same = plain.with_fields(input_ids=(ids + 3 * (ids == 0)).to(dtype).requires_grad_(dtype != torch.int32))
+    others = plain.with_fields(input_ids=ids + 1), attrs.evolve(plain, lengths=torch.tensor([2, 2]))
+    for batch in (plain, same.truncate(7), *others):
+        shards = batch.shard(shard_packed(batch.lengths, shards=2, batch_size=2, max_tokens_per_microbatch=4))
+        ranks = ScriptedGroup(world_size=2, others=lambda value: said.append(value) or value)
+        RankWorkers(worker, ranks).run_all_workers_sharded_data("train", shards)
+    assert (said[0], 3) == (said[1], len({*said}))
+    RankWorkers(worker, OneRank()).run_all_workers_sharded_data("train", [attrs.evolve(shards[0], data=None)])
 
 
 BATCH = BatchedData.from_fields({"input_ids": IDS, "texts": ["a", "b"]}, lengths=np.array([1, 2]))

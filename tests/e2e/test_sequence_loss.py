@@ -215,11 +215,9 @@ def test_metrics_combine_as_their_names_say():
 def test_without_a_token_that_counts_there_is_no_loss():
     """Nor a gradient; extremes are those of nothing."""
     fields = {
-        "input_ids": torch.ones(1, 3).long(),
-        "token_mask": torch.tensor([[1.0, 0, 0]]),
-        "advantages": torch.ones(1),
+        "input_ids": torch.ones(1, 3).long(), "token_mask": torch.tensor([[1.0, 0, 0]]), "advantages": torch.ones(1),
         "old_log_probabilities": torch.full((1, 3), -torch.inf),
-    }
+    }  # fmt: skip
     loss, logits = FusedLoss(OwnLoss("token")), torch.ones(1, 3, 5)
 
     value, metrics, gradient = run(loss, logits, fields, num_sequences=0, num_tokens=0)

@@ -207,16 +207,14 @@ SHARED = {
     "grouped heads": {"family": "qwen2"},
     "heads that ranks do not divide": {"family": "qwen2", "num_attention_heads": 10, "num_key_value_heads": 2},
     "fewer heads than ranks": {"family": "qwen2", "num_attention_heads": 1, "num_key_value_heads": 1},
-    "windows": {"family": "gemma3_text"},
-    "attention of its own code": {"family": "gemma2", "num_key_value_heads": 4},
-    "experts": {"family": "qwen3_moe"},
-    "layers computed again": {"family": "qwen2", "checkpointing": True},
+    "windows": {"family": "gemma3_text"}, "attention of its own code": {"family": "gemma2", "num_key_value_heads": 4},
+    "experts": {"family": "qwen3_moe"}, "layers computed again": {"family": "qwen2", "checkpointing": True},
     "a loop of one's own": {"folder": "qwen3", "checkpointing": True},
     "a loop that gives no positions": {"folder": "qwen2", "give_positions": False},
     "a loop in bfloat16": {"folder": "qwen2", "dtype": "bfloat16"},
     **{f"a loop, {way}": {"folder": "qwen2", "sharding": way} for way in WAYS},
     **{f"images, {way}": {"folder": "qwen2_5_vl", "sharding": way} for way in WAYS},
-}
+}  # fmt: skip
 """Models that share rows, or in loops that give them a part."""
 
 

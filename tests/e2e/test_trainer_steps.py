@@ -83,6 +83,9 @@ STEPS = {
     "no update belongs in it": update,
     "nothing is computed": lambda _: 1.0,
     "nothing is labelled": lambda model: float(model(input_ids=torch.ones(1, 9, dtype=torch.int64)).logits.sum()),
+    "a rank has other labels": lambda model: float(model(torch.ones(1, 9, dtype=torch.int64)).logits.sum()),
+    "a rank updates": lambda model: update(model) if dist.get_rank() else None,
+    "a rank has no gradients": lambda model: (STEPS["sound"](model), dist.get_rank() and model.zero_grad())[0],
 }  # fmt: skip
 """Steps of loops on two ranks, sound and with a fault."""
 
@@ -132,10 +135,10 @@ def on_rank(out):
     dist.init_process_group("gloo")
     found = {}
     for name in STEPS | TRAINERS:
-        model = llama()
+        model, labels = llama(), [torch.ones(1, 9 - dist.get_rank())] if name == "a rank has other labels" else None
         asked = partial(STEPS[name], model) if name in STEPS else trainer_of(**TRAINERS[name])
         try:
-            found[name] = attrs.asdict(assert_step_loss(asked, model=model if name in STEPS else None))
+            found[name] = attrs.asdict(assert_step_loss(asked, model=model if name in STEPS else None, labels=labels))
         except PackplanError as error:
             found[name] = f"{type(error).__name__}: {error}"
     found["train"] = [train(asked=asked) for asked in (True, False)]
@@ -160,6 +163,9 @@ REFUSED = {
     "no update belongs in it": "^ArgumentError: the step changed the weights: leave the optimizer's update out",
     "nothing is computed": "^ArgumentError: the step has no supervised token",
     "nothing is labelled": "^ArgumentError: the model is given no labels",
+    "a rank has other labels": r"^RunError: rank 1 failed: labels\[0\] is a Tensor of shape \(1, 8\), but has",
+    "a rank updates": "^RunError: rank 1 failed: the step changed the weights",
+    "a rank has no gradients": "^RunError: rank 1 failed: the step left no gradients",
 }
 """Steps with a fault of division or of reduction, and those that cannot be compared."""
 
@@ -170,7 +176,8 @@ def found(server, tmp_path_factory):
     folder = tmp_path_factory.mktemp("steps")
     assert [0, 0] == finished(server.ranks(2, on_rank, str(folder), folder=folder))
     first, second = (json.loads((folder / f"found{rank}.json").read_text()) for rank in range(2))
-    assert [] == [name for name in first if str(first[name])[:12] != str(second[name])[:12]], "ranks found other things"
+    for name, own in first.items():  # a rank that fails alone is named on the others
+        assert str(own).removeprefix("RunError: rank 1 failed: ")[:12] in str(second[name]), "ranks found other things"
     return first
 
 
@@ -233,6 +240,11 @@ def test_the_first_step_of_a_loop_is_sound_with_and_without_padding(prepare, pas
     with pytest.raises(MismatchError, match=r"\(factor 0\.5\); the step had 1 rank of 2 batches each$"):
         assert_step_loss(own_step(model, batches, passes=passes, share=0.5), model=model, labels=labels)
     with pytest.raises(ArgumentError, match=r"but the labels \(3, 20\): pass no labels to the model, or call unpad"):
-        token_mean({"logits": torch.ones(1, 32, 300)}, batches[0]["labels"])
-    with pytest.raises(ArgumentError, match="calls the model 1 time, but labels has 2: pass the labels of each call"):
-        assert_step_loss(own_step(model, batches[:1], passes=True), model=model, labels=[batches[0]["labels"]] * 2)
+        token_mean({"logits": torch.ones(1, 32, 300)}, own := batches[0]["labels"])
+    for wrong, says in (
+        ([own] * 2, "calls the model 1 time, but labels has 2: pass the labels of each call"),
+        (iter([own[:, 1:]]), r"\[0\] is a Tensor of shape \(3, 19\), but has to be a Tensor of shape \(3, 20\), as"),
+        ([own.tolist()], r"labels\[0\] is a list, but has to be a Tensor of shape \(3, 20\), as"),
+    ):
+        with pytest.raises(ArgumentError, match=says):
+            assert_step_loss(own_step(model, batches[:1], passes=True), model=model, labels=wrong)

@@ -249,11 +249,9 @@ class AsOnGpu(TorchDispatchMode):
 
 
 LAYOUTS = {
-    "causal": {"is_causal": True},
-    "window of 1": {"is_causal": True, "window": 1},
-    "window of 6": {"is_causal": True, "window": 6},
-    "both ways": {"is_causal": False},
-}
+    "causal": {"is_causal": True}, "window of 1": {"is_causal": True, "window": 1},
+    "window of 6": {"is_causal": True, "window": 6}, "both ways": {"is_causal": False},
+}  # fmt: skip
 
 
 @pytest.mark.parametrize(

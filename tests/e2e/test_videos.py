@@ -36,12 +36,10 @@ def mixed(tmp_path_factory) -> Path:
         Image.new("RGB", (90, 60), (40 * number, 10, 200)).save(folder / f"{number}.png")
     first, frames = ["0.png", "1.png", "2.png"], [f"{number}.png" for number in range(5)]
     records = [
-        showing(text="say 1", answer="hello hello"),
-        showing("a.mp4"),
-        showing("turned.mp4", answer="a bar that is upright"),
-        showing("b.webm", first, frames, images=["4.png"]),
+        showing(text="say 1", answer="hello hello"), showing("a.mp4"),
+        showing("turned.mp4", answer="a bar that is upright"), showing("b.webm", first, frames, images=["4.png"]),
         showing(images=["3.png"]),
-    ]
+    ]  # fmt: skip
     return write_lines(folder / "mixed.jsonl", records)
 
 

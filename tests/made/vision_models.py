@@ -22,11 +22,9 @@ from tools.families import default_config
 Sizes = dict[str, Any]
 
 _QWEN_MEDIA = {
-    "<|image_pad|>": ("image_token_id", ""),
-    "<|video_pad|>": ("video_token_id", ""),
-    "<|vision_start|>": ("vision_start_token_id", ""),
-    "<|vision_end|>": ("vision_end_token_id", ""),
-}
+    "<|image_pad|>": ("image_token_id", ""), "<|video_pad|>": ("video_token_id", ""),
+    "<|vision_start|>": ("vision_start_token_id", ""), "<|vision_end|>": ("vision_end_token_id", ""),
+}  # fmt: skip
 
 
 @attrs.frozen
@@ -112,11 +110,9 @@ def _mrope(*sections: int, **others: Any) -> Sizes:
 
 
 _LINEAR = {
-    "num_hidden_layers": 2,
-    "layer_types": ["linear_attention", "full_attention"],
-    "head_dim": 32,
+    "num_hidden_layers": 2, "layer_types": ["linear_attention", "full_attention"], "head_dim": 32,
     **_mrope(2, 1, 1, mrope_interleaved=True, partial_rotary_factor=0.25),
-}
+}  # fmt: skip
 """A text model of Qwen3.5's kind: a layer of linear attention, and one of full attention."""
 
 _QWEN2_5 = {"depth": 2, "fullatt_block_indexes": [1]}

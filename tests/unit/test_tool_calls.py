@@ -74,12 +74,10 @@ def test_answers_stand_in_the_order_of_their_calls(order):
     ]
     results = [{"type": "tool_result", "tool_use_id": str(n), "content": f"r{n}"} for n in order]
     expected = [
-        ASKED,
-        {"role": "assistant", "content": "wait"},
+        ASKED, {"role": "assistant", "content": "wait"},
         *({"role": "tool_call", "content": json.dumps(call)} for call in calls),
-        *({"role": "tool", "content": f"r{n}"} for n in range(3)),
-        SAID,
-    ]
+        *({"role": "tool", "content": f"r{n}"} for n in range(3)), SAID,
+    ]  # fmt: skip
 
     in_parts = [{"role": "assistant", "content": blocks}, {"role": "user", "content": results}]
     for said in ([openai(*calls, content="wait"), *answers], in_parts):
