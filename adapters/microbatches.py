@@ -471,13 +471,12 @@ def _check_mask(batch: BatchedData) -> None:
     if (wrong := (mask.cpu() != tokens).any(1)).any():
         row = int(wrong.int().argmax())
         ones, length = int(mask[row].sum()), counted(int(batch.lengths[row]), "token")
-        fact = f"row {row} of attention_mask is not 1 for its {length}, then 0"
-        order = "attention_mask.argsort(1, descending=True, stable=True)"
-        advice = f"move the tokens of each field to the front, by field.gather(1, {order})"
-        if torch.equal(mask[row].cpu() == 1, torch.arange(batch.width) < ones):
-            fact = f"row {row} has {length} by lengths, but {ones:,} by attention_mask"
-            advice = "give lengths=attention_mask.sum(1)" if ones else "remove the sequence"
-        raise ArgumentError("batch", f"{fact}: {advice}")
+        if not torch.equal(mask[row].cpu() == 1, torch.arange(batch.width) < ones):
+            order = "attention_mask.argsort(1, descending=True, stable=True)"
+            fact = f"row {row} of attention_mask is not 1 for its {length}, then 0: move the tokens of each field to "
+            raise ArgumentError("batch", f"{fact}the front, by field.gather(1, {order})")
+        advice = "give lengths=attention_mask.sum(1)" if ones else "remove the sequence"
+        raise ArgumentError("batch", f"row {row} has {length} by lengths, but {ones:,} by attention_mask: {advice}")
 
 
 def _check_pad_values(fields: Mapping[str, Field], pad_values: Mapping[str, float]) -> Mapping[str, float]:

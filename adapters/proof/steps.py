@@ -34,9 +34,6 @@ from packplan.adapters.proof.comparison import Outcome, allow_for_cancelling, co
 from packplan.core.batch import IGNORED_LABEL
 from packplan.core.errors import ArgumentError, MismatchError, ModelError, PackplanError, RunError, counted
 
-_ENGINES = ("DEEPSPEED", "FSDP", "MEGATRON_LM")
-"""Distributed types of accelerate that shard a model over ranks."""
-
 _TOKENS = ("decoder_input_ids", "input_ids", "inputs_embeds")
 """Arguments of models whose first dimensions are rows and tokens, as those of labels."""
 
@@ -45,9 +42,6 @@ _RANDOM = re.compile("drop|noise")
 
 _TOLD = "is_told"
 """Attribute of an error that all ranks know."""
-
-_SHARING = ("tp_size", "cp_size", "sp_size")
-"""Names of settings of accelerate by which ranks share rows."""
 
 
 NOISE = "neftune_noise_alpha"
@@ -164,8 +158,8 @@ def _refuse_shared_or_scaled(trainer: Any) -> None:
     """Raise ArgumentError if ranks share the model or rows, or the loss is scaled for float16."""
     accelerator = trainer.accelerator
     parallel = getattr(accelerator, "parallelism_config", None)
-    shares = str(getattr(accelerator, "distributed_type", "")).endswith(_ENGINES)
-    shares |= any((getattr(parallel, one, None) or 1) > 1 for one in _SHARING)
+    shares = str(getattr(accelerator, "distributed_type", "")).endswith(("DEEPSPEED", "FSDP", "MEGATRON_LM"))
+    shares |= any((getattr(parallel, one, None) or 1) > 1 for one in ("tp_size", "cp_size", "sp_size"))
     if shares or getattr(accelerator, "scaler", None) is not None:
         fact = "assert_step_loss cannot follow FSDP, DeepSpeed, ranks that share rows, or fp16: switch them off"
         raise ArgumentError("host", fact)
@@ -201,8 +195,7 @@ def _run_function(
         loss = function()
     with failing_together():
         if versions != [one._version for one in model.parameters()]:  # noqa: SLF001  # see above
-            fact = "the step changed the weights: leave the optimizer's update out of the function"
-            raise ArgumentError("host", fact)
+            raise ArgumentError("host", "the step changed the weights: leave the optimizer's update out of it")
         batches = batches if labels is None else [*_add_labels(batches, [*labels])]
     return None if loss is None else float(torch.as_tensor(loss).detach()), _copy_gradients(model), batches
 
@@ -217,8 +210,7 @@ def _add_labels(batches: list[Mapping[str, Any]], labels: list[torch.Tensor]) ->
         due = tuple(tokens[0].shape[:2]) if tokens else "(rows, tokens)"
         if not isinstance(own, torch.Tensor) or (tokens and own.shape != due):
             kind = type(own).__name__ + (f" of shape {tuple(own.shape)}" if hasattr(own, "shape") else "")
-            fact = f"labels[{number}] is a {kind}, but has to be a Tensor of shape {due}, as the tokens of its call"
-            raise ArgumentError("host", fact)
+            raise ArgumentError("host", f"labels[{number}] is a {kind}, but its call needs a Tensor of shape {due}")
         yield {**batch, "labels": own}
 
 
@@ -247,8 +239,7 @@ def _run_trainer(trainer: Any, model: torch.nn.Module) -> tuple[Any, Gradients, 
             control.should_log = control.should_training_stop = True
 
         def on_log(self, *_: Any, logs: Mapping[str, Any], **__: Any) -> None:
-            if found["loss"] is None:
-                found["loss"] = logs.get("loss")
+            found["loss"] = logs.get("loss") if found["loss"] is None else found["loss"]
 
     serve = trainer.get_batch_samples
 

@@ -163,7 +163,7 @@ REFUSED = {
     "no update belongs in it": "^ArgumentError: the step changed the weights: leave the optimizer's update out",
     "nothing is computed": "^ArgumentError: the step has no supervised token",
     "nothing is labelled": "^ArgumentError: the model is given no labels",
-    "a rank has other labels": r"^RunError: rank 1 failed: labels\[0\] is a Tensor of shape \(1, 8\), but has",
+    "a rank has other labels": r"^RunError: rank 1 failed: labels\[0\] is a Tensor of shape \(1, 8\), but its call",
     "a rank updates": "^RunError: rank 1 failed: the step changed the weights",
     "a rank has no gradients": "^RunError: rank 1 failed: the step left no gradients",
 }
@@ -243,8 +243,8 @@ def test_the_first_step_of_a_loop_is_sound_with_and_without_padding(prepare, pas
         token_mean({"logits": torch.ones(1, 32, 300)}, own := batches[0]["labels"])
     for wrong, says in (
         ([own] * 2, "calls the model 1 time, but labels has 2: pass the labels of each call"),
-        (iter([own[:, 1:]]), r"\[0\] is a Tensor of shape \(3, 19\), but has to be a Tensor of shape \(3, 20\), as"),
-        ([own.tolist()], r"labels\[0\] is a list, but has to be a Tensor of shape \(3, 20\), as"),
+        (iter([own[:, 1:]]), r"\[0\] is a Tensor of shape \(3, 19\), but its call needs a Tensor of shape \(3, 20\)"),
+        ([own.tolist()], r"labels\[0\] is a list, but its call needs a Tensor of shape \(3, 20\)"),
     ):
         with pytest.raises(ArgumentError, match=says):
             assert_step_loss(own_step(model, batches[:1], passes=True), model=model, labels=wrong)
