@@ -487,6 +487,7 @@ class RankWorkers:
                 f"rank {other[0]} has another batch or sharding than rank 0, so sequences would be lost: gather the "
                 "fields of all ranks (torch.distributed.all_gather_object), and make one batch of them (concatenate)"
             )
+            self._group.wait_for_all()  # every rank has read the digests before one ends
             raise ArgumentError("batch", fact)
         try:
             with wrap_rank_errors(rank):
