@@ -19,7 +19,7 @@ from packplan.app.opening.stores import find_stored_plan, write_new_file
 from packplan.app.plan.build import add_left_out_option, build_command
 from packplan.app.plan.stored import setting_differences
 from packplan.app.planning.log_lines import row_checksum
-from packplan.core.errors import ConfigError, Difference, NotBuiltError
+from packplan.core.errors import ConfigError, CorruptArtefactError, Difference, NotBuiltError
 
 _TEXT = '''"""Trains the packs of a plan inside ms-swift: swift sft ... --packing true --external_plugins {name}"""
 
@@ -112,7 +112,7 @@ def find_changes(pipeline: Any) -> list[str]:
     config = run_of_arguments(arguments, arguments.global_world_size)
     try:
         plan, lengths = find_stored_plan(Path(arguments.packplan_output_dir), "train")
-    except NotBuiltError:  # the plan was stored elsewhere
+    except (NotBuiltError, CorruptArtefactError):  # stored elsewhere, or unreadable: the checksum's error says enough
         return []
     key = policy_of_split(config, "train").fingerprint(str(plan.key.inputs["lengths"]))
     found, data = [*plan.key.differences(key)], " and ".join(config.custom.train_jsonl)

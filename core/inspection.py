@@ -410,25 +410,25 @@ def failure_lines(records: Sequence[BadRecord]) -> Iterator[str]:
         yield f"  {'; '.join(one.where for one in group[:MOST_NAMED])}{more}"
 
 
-def describe_few_positions(lengths: Lengths, config: Mapping[str, Any]) -> str:
+def describe_few_positions(lengths: Lengths, config: Mapping[str, Any], *, media: bool = False) -> str:
     """
     Return a warning if samples have more tokens than a model has positions, else an empty text.
 
     Args:
         lengths: Number of tokens of each record, 0 for a record that is not a sample.
         config: Content of the model's config.json; the factor of scaled rotary positions counts.
+        media: Whether samples have images or videos, whose positions are fewer in mrope.
 
     >>> describe_few_positions([9, 600], {"max_position_embeddings": 512}).partition(": ")[0]
     '1 of 2 samples has more tokens than the 512 positions of the model, up to 600'
-    >>> describe_few_positions([600], {"n_positions": 512, "rope_scaling": {"factor": 2}})
-    ''
     """
     text = config.get("thinker_config") or config
     text = text.get("text_config") or text
     most = text.get("max_position_embeddings") or text.get("n_positions") or np.inf
     scaled, tokens = text.get("rope_scaling") or text.get("rope_parameters") or {}, as_lengths(lengths, least=0)
-    most = max(most, (scaled.get("factor") or 1) * scaled.get("original_max_position_embeddings", most))
-    if not (over := int((tokens > most).sum())):
+    kinds = [part for part in scaled.values() if isinstance(part, Mapping)] or [scaled]  # one for each type of layer
+    most = max((one.get("factor") or 1) * (one.get("original_max_position_embeddings") or most) for one in (*kinds, {}))
+    if not (over := int((tokens > most).sum())) or (media and "mrope_section" in scaled):
         return ""
     fact = f"{over:,} of {counted(int((tokens > 0).sum()), 'sample')} {verb_for(over, 'has', 'have')} more tokens than"
     advice = "make them shorter, or scale its rotary positions (rope_scaling)"

@@ -34,7 +34,7 @@ from packplan.adapters.attention.packed_row import RealTokens, read_row
 from packplan.adapters.attention.shared_rows import RowGroups, count_tokens, sharing_by
 from packplan.adapters.finite import StopsAtNonFinite
 from packplan.adapters.hf.first_pack import require_pack_as_alone
-from packplan.adapters.hf.refusals import PREFERENCE, UNPLANNED_EVALUATION, library_class
+from packplan.adapters.hf.refusals import UNPLANNED_EVALUATION, library_class
 from packplan.adapters.hf.saving import KeepsCheckpoints, find_damage
 from packplan.adapters.hf.telemetry import LogsPacks, text_pack_stats
 from packplan.adapters.loaders.batches import (
@@ -438,8 +438,9 @@ class ServesPacks(KeepsCheckpoints, StopsAtNonFinite, ComputesPacks, LogsPacks, 
         self.follow(batches, around_epoch=self.logging_epoch)
         self.keep_checkpoints()
         self.show(_start_table(self, plan, schedule))
-        text = describe_few_positions(plan.lengths, self.model.config.to_dict())
-        if text and library_class(self) not in PREFERENCE:  # whose lengths are those of two rows
+        # A plan does not tell whether rows have images, and has one length for both rows of a pair.
+        text = describe_few_positions(plan.lengths, self.model.config.to_dict(), media=True)
+        if text and library_class(self) not in {"DPOTrainer", "RewardTrainer"}:
             self.show(f"warning: {text}")
 
     def show(self, text: str) -> None:

@@ -11,11 +11,10 @@ from packplan.core.config.run import RunConfig
 from packplan.core.epochs import EpochRecipe
 from packplan.core.errors import ConfigError
 from packplan.core.inspection import describe_few_positions
-from packplan.core.lengths import IntArray
 from packplan.core.mixes import Mixes, mixes_faults, stream_faults
 from packplan.core.packers import ALGORITHMS
 from packplan.core.policy import PlanPolicy
-from packplan.core.samples.tables import DataFile, source_sizes
+from packplan.core.samples.tables import DataFile, Table, column, source_sizes
 from packplan.core.work.model import WorkModel
 
 
@@ -47,11 +46,13 @@ def work_of_run(config: RunConfig) -> tuple[WorkModel, str | None]:
     return trained, estimated
 
 
-def position_warning(config: RunConfig, lengths: IntArray) -> str:
+def position_warning(config: RunConfig, table: Table) -> str:
     """Return the warning of `describe_few_positions` for a run, unless its lengths are of pairs."""
     if config.model.rope_scaling or (config.command and config.command.sequences_per_row != 1):
         return ""
-    return describe_few_positions(lengths, config_content(config.model))
+    # The table of a command counts no videos.
+    media = config.command is not None or bool(column(table, "images").any() or column(table, "videos").any())
+    return describe_few_positions(column(table, "length"), config_content(config.model), media=media)
 
 
 def epoch_recipe(config: RunConfig, split: str, files: Iterable[DataFile] | None = None) -> EpochRecipe | None:

@@ -135,7 +135,7 @@ def build(
         train, schedule = plan_epochs(train, train.recipe, schedule, ranks)
     if group.rank == 0:
         log_run(config, [train, *others], schedule)
-        if text := position_warning(config, train.lengths):
+        if text := position_warning(config, train.table):
             log.warning("train: %s", text)
     return [train, *others]
 

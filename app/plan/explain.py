@@ -5,19 +5,23 @@ train it.
 
 import json
 from collections.abc import Callable, Iterator
+from itertools import chain
 from typing import Any
 
 import attrs
 
-from packplan.app.opening.stores import open_split_records
+from packplan.app.opening.stores import open_split_records, open_stores
 from packplan.app.plan.stored import StoredSplit
 from packplan.core.config.run import RunConfig
 from packplan.core.errors import ConfigError, DataSetError, counted
 from packplan.core.inspection import find_sample, scheduled_steps
 from packplan.core.samples.tables import from_tables
 
-Locate = Callable[[int], str]
-"""Function that returns the file and line of a sample's record, from the sample's index."""
+Locate = Callable[[int], str | None]
+"""
+Function that returns the file and line of a sample's record, from the sample's index. None if the
+record or its file has changed, moved or gone since measuring, or if its digest is not stored.
+"""
 
 _PLACES = {
     "packed": "in a pack with other samples, or in a pack by itself, since no other sample fits",
@@ -28,7 +32,7 @@ _PLACES = {
 }
 
 
-def explain_sample(config: RunConfig, opened: StoredSplit, sample: int) -> dict[str, Any]:
+def explain_sample(config: RunConfig, opened: StoredSplit, sample: int, *, text: bool = False) -> dict[str, Any]:
     """
     Return a sample, its pack and the steps that train it, as values of a JSON document.
 
@@ -36,9 +40,10 @@ def explain_sample(config: RunConfig, opened: StoredSplit, sample: int) -> dict[
         config: The run.
         opened: Split of the sample.
         sample: Index of the sample's record.
+        text: Whether to add the decoded text of the sample in supervised and other spans.
 
     Raises:
-        DataSetError: There is no sample with this index.
+        DataSetError: There is no sample with this index, or no text of the record as measured.
     """
     for bad in opened.lengths.origin.bad:
         if bad.index == sample:
@@ -47,12 +52,20 @@ def explain_sample(config: RunConfig, opened: StoredSplit, sample: int) -> dict[
         reason = f"the data have no record {sample}: {counted(num_records, 'record')} were measured, counted from 0"
         raise DataSetError(reason)
     place = find_sample(opened.split.raw, sample)
-    locate = _record_locator(config, opened)
+    encoder = _open_encoder(config, opened) if text else None
+    locate = _record_locator(config, opened, encoder)
     document = {"split": opened.split.name, **_describe_sample(opened, locate, sample), "place": place.kind}
     if place.kind == "dropped":
         document["dropped_with"] = [member for member in place.pack_members if member != sample]
     elif place.pack is not None:
         document["pack"] = _describe_pack(opened, locate, place.pack)
+    if encoder is not None:
+        if document["record"] is None:
+            reason = "has changed or moved since it was measured, or its digest is not stored"
+            raise DataSetError(f"record {sample} {reason}: run packplan plan build again")
+        first, parts = sample * encoder.records_per_sample, encoder.records_per_sample
+        runs = chain.from_iterable(map(encoder.decode_text, range(first, first + parts)))
+        document["text"] = [{"trained": trained, "text": words} for trained, words in runs]
     return document
 
 
@@ -74,27 +87,35 @@ def explain_pack(config: RunConfig, opened: StoredSplit, pack: int) -> dict[str,
     return {"split": opened.split.name, **_describe_pack(opened, _record_locator(config, opened), pack)}
 
 
-def _record_locator(config: RunConfig, opened: StoredSplit) -> Locate | None:
-    """
-    Return the function that locates a sample's record. None if files are missing, or have another
-    number of records than was measured.
-    """
-    parts = 1
+def _open_encoder(config: RunConfig, opened: StoredSplit) -> Any:
+    # ms-swift takes seconds to import, and only texts and the order of a command's rows need it.
+    from packplan.app.opening.splits import open_encoders
+
+    return open_encoders(config)[opened.split.name]
+
+
+def _record_locator(config: RunConfig, opened: StoredSplit, encoder: Any = None) -> Locate:
+    """Return the function that locates records, in an open encoder or in files that it opens."""
     try:
-        if config.command is None:
-            records = open_split_records(config, opened.split.name)
-        else:  # ms-swift, which orders the rows of a command, has parsed it before
-            from packplan.app.opening.splits import open_encoders
-
-            encoder = open_encoders(config)[opened.split.name]
-            records, parts = encoder.records, encoder.records_per_sample
+        if encoder is None and config.command is not None:
+            encoder = _open_encoder(config, opened)
+        records = open_split_records(config, opened.split.name) if encoder is None else encoder.records
     except (ConfigError, DataSetError):
-        return None
-    fits = len(records) == opened.lengths.origin.num_records * parts
-    return (lambda sample: str(records.location(sample * parts))) if fits else None
+        return lambda _: None
+    heads = open_stores(config, opened.split.name).lengths.record_heads()
+    parts = 1 if encoder is None else encoder.records_per_sample
+
+    def locate(sample: int) -> str | None:
+        if sample >= min(len(heads), len(records) // parts):
+            return None
+        index = sample * parts
+        same = bytes.fromhex(records.record_digest(index)).startswith(heads[sample].tobytes())
+        return str(records.location(index)) if same else None
+
+    return locate
 
 
-def _describe_pack(opened: StoredSplit, locate: Locate | None, pack: int) -> dict[str, Any]:
+def _describe_pack(opened: StoredSplit, locate: Locate, pack: int) -> dict[str, Any]:
     plan, schedule = opened.split.raw, opened.schedule
     samples = [_describe_sample(opened, locate, sample) for sample in plan.packs[pack]]
     tokens = sum(sample["length"] for sample in samples)
@@ -106,12 +127,12 @@ def _describe_pack(opened: StoredSplit, locate: Locate | None, pack: int) -> dic
     }  # fmt: skip
 
 
-def _describe_sample(opened: StoredSplit, locate: Locate | None, sample: int) -> dict[str, Any]:
+def _describe_sample(opened: StoredSplit, locate: Locate, sample: int) -> dict[str, Any]:
     rows = opened.lengths.rows
     (measured,) = from_tables(rows.table, rows.media, [sample])
     return {
         "sample": sample,
-        "record": None if locate is None else locate(sample),
+        "record": locate(sample),
         **attrs.asdict(measured.measurement),
         "image_sizes": [[image.width, image.height] for image in measured.media],
     }
@@ -146,5 +167,5 @@ def _sample_line(sample: dict[str, Any]) -> str:
         f"sample {sample['sample']}: {counted(sample['length'], 'token')}, {sample['supervised']:,} of them supervised"
         + (f", images {images} ({sample['patches']:,} patches)" if images else "")
         + (", truncated" if sample["cut"] else "")
-        + (f"; {sample['record']}" if sample["record"] else "")
+        + f"; {sample['record'] or 'line unknown (the data differ, or have no stored digests)'}"
     )

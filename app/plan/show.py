@@ -22,7 +22,7 @@ from packplan.app.plan.explain import explain_pack, explain_sample, explanation_
 from packplan.app.plan.stored import StoredSplit, open_split, selected_splits
 from packplan.app.planning.log_lines import source_draws_text
 from packplan.core.config.run import RunConfig
-from packplan.core.errors import ConfigError, DataSetError, counted
+from packplan.core.errors import ConfigError, counted
 from packplan.core.inspection import (
     PlanSummary,
     ScheduleSummary,
@@ -71,31 +71,16 @@ def run(options: argparse.Namespace) -> None:
         for name in selected_splits(config, options.split or ("train" if explained else None))
     ]
     if explained:
-        explain, number = (explain_pack, options.pack) if options.sample is None else (explain_sample, options.sample)
-        document = explain(config, splits[0], number)
-        if options.text:
-            document["text"] = _read_text(config, splits[0], options.sample)
+        if options.sample is None:
+            document = explain_pack(config, splits[0], options.pack)
+        else:
+            document = explain_sample(config, splits[0], options.sample, text=options.text)
         print(json.dumps(document, indent=2) if options.json else "\n".join(explanation_lines(document)))
     elif options.json:
         print(json.dumps({"splits": {one.split.name: as_document(one) for one in splits}}, indent=2))
     else:
         for one in splits:
             _print(config, one, everything=options.all)
-
-
-def _read_text(config: RunConfig, opened: StoredSplit, sample: int) -> list[dict[str, Any]]:
-    """Return the decoded text of a sample in supervised and other spans."""
-    # ms-swift takes seconds to import, and nothing else here needs it.
-    from packplan.app.opening.splits import open_encoders
-
-    encoder = open_encoders(config)[opened.split.name]
-    measured, parts = opened.lengths.origin.num_records, encoder.records_per_sample
-    if len(encoder) != measured * parts:
-        now = len(encoder) // parts
-        message = f"{measured:,} records were measured, but the data now have {now:,}: run packplan plan build again"
-        raise DataSetError(message)
-    runs = (run for part in range(parts) for run in encoder.decode_text(sample * parts + part))
-    return [{"trained": trained, "text": text} for trained, text in runs]
 
 
 def plan_summary(opened: StoredSplit) -> PlanSummary:

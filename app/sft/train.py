@@ -127,7 +127,7 @@ def _log_plans(config: RunConfig, splits: list[PlannedSplit], schedule: EpochSch
     log_run(config, splits, schedule, attention=attention)
     if schedule.start.step >= schedule.total_steps:
         log_nothing_left(schedule.start.step, f"at {schedule.total_steps:,}")
-    if text := position_warning(config, splits[0].lengths):
+    if text := position_warning(config, splits[0].table):
         log.warning("train: %s", text)
     if estimated := work_of_run(config)[1]:
         log.warning("the work of samples is estimated from their tokens: %s", estimated)

@@ -79,6 +79,7 @@ _RENAMED: Mapping[str, str] = MappingProxyType(
     {
         "custom.train_jsonl": "--dataset",
         "swift.template_type": "--template",
+        "packing_length": "--packing_length",
         "custom.val_jsonl": "--val_dataset",
         "template.max_length": "--packing_length",
         "training.max_sequence_parallel_size": "--max-sequence-parallel-size",
@@ -90,7 +91,7 @@ belongs to `packplan plugin swift`.
 """
 
 _KEY = re.compile(
-    r"(?<![\w./])(?:custom\.(?:train|val)_jsonl|(?:model|swift|template|training)\."
+    r"(?<![\w./-])(?:custom\.(?:train|val)_jsonl|packing_length(?= was )|(?:model|swift|template|training)\."
     r"(?!(?:parts|prompt|safetensors|arrow|[ct]sv|jinja|jsonl?|parquet|py|txt|ya?ml|zst|gz)\b|packing_(?!length\b))(\w+))"
     r"(?!\.?\w)(: (?=true\b|false\b|\d))?"
 )

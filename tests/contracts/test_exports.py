@@ -172,8 +172,7 @@ MEDIA = {"images": ["a.png"], "pixel_values": np.ones((4, 3)), "spans": [[1, 2, 
     ("rows", "order", "words"),
     [
         (ROWS[:-1], None, "6 samples, but the data set has 5 rows"),
-        ([*ROWS[:-1], {"input_ids": [1, 2, 3, 4]}], None, "row 5"),
-        (iter(ROWS), None, "one after the other"),
+        ([*ROWS[:-1], {"input_ids": [1, 2, 3, 4]}], None, "row 5"), (iter(ROWS), None, "one after the other"),
         *((ROWS, order, "from 0 to 3") for order in ([], [0, 99], [-1], [0.5], [[0]], ["0"])),
         *(([*ROWS[:-1], ROWS[-1] | {name: value}], None, f"has {name}, but this format stores text only")
           for name, value in MEDIA.items()),

@@ -71,8 +71,7 @@ WAYS = ("FSDP 2", "ZeRO 2", "ZeRO 3") if IS_CI else ("FSDP 2", "ZeRO 3")
 """Ways to share weights or gradients."""
 
 CASES = {
-    "text": {"folder": "qwen2"},
-    "text by sample": {"folder": "qwen2", "reduction": "sample"},
+    "text": {"folder": "qwen2"}, "text by sample": {"folder": "qwen2", "reduction": "sample"},
     "adapters": {"folder": "qwen2", "lora": True},
     **{f"text, {sharding}": {"folder": "qwen2", "sharding": sharding} for sharding in WAYS},
     "images beside text": {"folder": "qwen2_5_vl", "images": (0, 1, 2)},

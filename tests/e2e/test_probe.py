@@ -171,10 +171,8 @@ def remember_a_span(model):
 FAULTS = {
     "a leak that short rows do not show": at_the_end(partial(leak_beyond, 64)),
     "a leak too small for 16 bits": at_the_end(partial(leak_beyond, 17)),
-    "a leak of gradients alone": at_the_end(BackwardLeak.apply),
-    "a leak by a closed gate": leak_by_gate,
-    "a blind model": at_the_end(lambda seen: seen * 0),
-    "another result under our attention": differ_under_ours,
+    "a leak of gradients alone": at_the_end(BackwardLeak.apply), "a leak by a closed gate": leak_by_gate,
+    "a blind model": at_the_end(lambda seen: seen * 0), "another result under our attention": differ_under_ours,
     "a state, and another result under our attention":
         lambda model: (in_layers(lambda: carry, "mlp")(model), differ_under_ours(model)),
     "states of two kinds": in_layers(lambda: carry, "mlp", "input_layernorm"),
@@ -182,8 +180,7 @@ FAULTS = {
     "a memory of calls": in_layers(partial(remember, carries=0.0), "mlp"),
     "a memory of calls, and a state": in_layers(partial(remember, carries=0.1), "mlp"),
     "too many weights": lambda model: model.register_parameter("more", torch.nn.Parameter(torch.empty(21_000_000))),
-    "a span": remember_a_span,
-    "a span that cannot shrink": stiff,
+    "a span": remember_a_span, "a span that cannot shrink": stiff,
 }  # fmt: skip
 
 
@@ -214,11 +211,8 @@ LONGROPE = {"long_factor": [1.0 + 0.5 * i for i in range(48)], "original_max_pos
 
 PASSING = {
     **{family: (default_config(family), *shown) for family, shown in {
-        "deepseek_v32": ("own", ()),
-        "gptj": ("own", ()),
-        "qwen3_vl_moe": ("varlen", ()),
-        "minicpmv4_7": ("varlen", ("Qwen3_5GatedDeltaNet",)),
-        "paligemma": ("varlen", ()),
+        "deepseek_v32": ("own", ()), "gptj": ("own", ()), "qwen3_vl_moe": ("varlen", ()),
+        "minicpmv4_7": ("varlen", ("Qwen3_5GatedDeltaNet",)), "paligemma": ("varlen", ()),
     }.items()},
     "states of two kinds": (faulty("states of two kinds"), "varlen", ("LlamaMLP", "LlamaRMSNorm")),
     "numbers that say nothing": (

@@ -83,8 +83,7 @@ def test_copies_compute_in_the_type_that_is_asked_for(probed, dtype):
     ("arguments", "said"),
     [
         (["nowhere"], "nowhere, which is not a folder with a config.json"),
-        (["some/model"], "in a local cache: download it"),
-        (["{folder}"], "transformers refuses"),
+        (["some/model"], "in a local cache: download it"), (["{folder}"], "transformers refuses"),
         pytest.param(
             ["{folder}", "--device", "cuda"], "--device is cuda, but torch finds no such GPU on this machine",
             marks=pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU"),

@@ -215,8 +215,7 @@ SOUND = {
        for name, kind in [*((name, "sdpa") for name in COLLATORS), ("transformers", "eager")]},
     "adapters": (partial(adapted, "llama"), positions_alone),
     "rows that are samples": (partial(model_of, "llama", "sdpa"), partial(several_rows, position_ids=None)),
-    "packed rows": (Tiny, several_rows),
-    "an embedding of its own": (looking_up, several_rows),
+    "packed rows": (Tiny, several_rows), "an embedding of its own": (looking_up, several_rows),
     "packed rows, padded on the left": (partial(Tiny, experts=True), partial(several_rows, left=True)),
     "embeddings": (Tiny, lambda: several_rows(input_ids=None, inputs_embeds=torch.randn(2, 106, 12))),
 }  # fmt: skip

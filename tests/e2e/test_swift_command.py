@@ -247,7 +247,12 @@ def test_every_command_of_a_plan_takes_a_command_of_ms_swift(command, tmp_path, 
     assert {"passed": True, "findings": []} == json.loads(run("verify", "--samples", "3", "--json", *words).out)
     lengths = ["--max-length", f"{PACKING_LENGTH},400"]
     rows = json.loads(run("whatif", *lengths, "--json", *words).out)["alternatives"]
+    opened, place = [], "packplan.app.opening.command_rows.open_pipeline"
+    monkeypatch.setattr(place, lambda arguments: opened.append(1) or open_pipeline(arguments))
     shown = json.loads(run("show", "--sample", "5", "--text", "--json", *words).out)
+    assert [1] == opened, "text and line are of one opening"
+    moved = [*words, "--data_seed", "3"]  # by which ms-swift orders rows
+    assert json.loads(run("show", "--sample", "5", "--json", *moved).out)["record"] is None
     line = int(shown["record"].partition(", line ")[2])
     asked = json.loads(Path(value(words, "--dataset")).read_text().splitlines()[line - 1])["messages"][0]["content"]
     assert asked in shown["text"][0]["text"]
@@ -362,6 +367,8 @@ def test_stored_lengths_are_those_of_the_rows_that_ms_swift_keeps(command, run):
     before, pipeline.args.dataset, pipeline.args.packing_length = *pipeline.args.dataset, ["b.jsonl"], 9
     changes = [f"custom.train_jsonl was {before!r}, now 'b.jsonl'", f"packing_length was {PACKING_LENGTH}, now 9"]
     assert changes == plugin.find_changes(pipeline)
+    (Path(pipeline.args.packplan_output_dir) / "static_packing" / "train" / "raw_plan.json").write_text("{}")
+    assert [] == plugin.find_changes(pipeline), "a damaged store does not hide which checksum differs"
 
 
 def test_split_texts_are_located_by_their_row(tmp_path):

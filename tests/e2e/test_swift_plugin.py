@@ -88,17 +88,14 @@ ON_TWO_RANKS = {
     "shared-resumed": ("sft", "qwen2_5_vl", f"{TWICE} {TOGETHER} {LAST.format('shared')}"),
     "pairs-shared": ("rlhf", "qwen2_5_vl_pairs", f"{DPO} --gradient_accumulation_steps 8 --sequence_parallel_size 2"),
     "labels-shared": ("sft", "labels", f"{LABELS} --gradient_accumulation_steps 4 --sequence_parallel_size 2"),
-    "several": ("sft", "qwen2", f"{ONE} --per_device_train_batch_size 4"),
-    "fewer": ("sft", "qwen2", ONE),
+    "several": ("sft", "qwen2", f"{ONE} --per_device_train_batch_size 4"), "fewer": ("sft", "qwen2", ONE),
 }  # fmt: skip
 """Run -> command, data, which name the model, and words."""
 
 JUDGE = "--reward_model {runs}/judge --reward_model_type qwen2 --max_completion_length 4"
 
 UNPLANNED = {
-    "kto": (2, "--tuner_type full"),
-    "rm": (1, "--tuner_type full"),
-    "simpo": (1, "--tuner_type lora"),
+    "kto": (2, "--tuner_type full"), "rm": (1, "--tuner_type full"), "simpo": (1, "--tuner_type lora"),
     "ppo": (4, f"{JUDGE} --tuner_type full --num_ppo_epochs 1 --num_sample_generations 0 --num_train_epochs 0.4"),
 }  # fmt: skip
 """Types of `swift rlhf` that train their own batches -> number of models that run, arguments."""
@@ -145,9 +142,7 @@ PLUGGED = {
     "labels": ("sft", "labels", f"{LABELS} --gradient_accumulation_steps 4"),
     "kto-packs": ("rlhf", "rlhf", f"{KTO} --gradient_accumulation_steps 8"),
     "split": ("pt", "qwen2", f"{ONE} --truncation_strategy split --max_length 30 --packing_length 256"),
-    "long-whole": LONG,
-    "resumed": ("sft", "qwen2", f"{TWICE} {RESUMED} {LAST.format('two-ranks')}"),
-    **OTHERS,
+    "long-whole": LONG, "resumed": ("sft", "qwen2", f"{TWICE} {RESUMED} {LAST.format('two-ranks')}"), **OTHERS,
     **{name: words for name, (*words, _) in REFUSED.items()},
 }  # fmt: skip
 

@@ -91,14 +91,11 @@ SEEN = [{"type": "text", "text": "see "}, {"type": "image", "source": {"type": "
 COLUMNS = {"q": "query", "r": "response", "state": None, "toxic": None}
 
 CASES = {
-    "LLaVA": ("json", LLAVA),
-    "ShareGPT": ("json", SHAREGPT),
-    "alpaca": ("json", ALPACA),
+    "LLaVA": ("json", LLAVA), "ShareGPT": ("json", SHAREGPT), "alpaca": ("json", ALPACA),
     "query, response, history": ("jsonl", [{"query": "c", "response": "d", "history": [["a", "b"]], "system": "Be."}]),
     "prompt, completion": ("jsonl", [{"prompt": "a", "completion": "b"}]),
     "question, answer": ("jsonl", [{"Question": "a", "Answer": "b"}]),
-    "text": ("jsonl", [{"text": "blue circle"}]),
-    "messages": ("jsonl", TEXT),
+    "text": ("jsonl", [{"text": "blue circle"}]), "messages": ("jsonl", TEXT),
     "human and gpt": ("jsonl", [{"conversation": [{"human": "a", "assistant": "b"}]}]),
     "an image in a tool's answer": (
         "jsonl", [{"messages": [
@@ -111,8 +108,7 @@ CASES = {
     "an image without its tag": ("jsonl", [{"query": "what?", "response": "b", "image": "red.png"}]),
     "tools in Parquet": ("parquet", TOOLS),
     "path in Parquet": ("parquet", [asked("<image>?", images=[{"bytes": None, "path": "red.png"}])]),
-    "content parts": ("jsonl", [asked(PARTS)]),
-    "LLaVA in Parquet": ("parquet", LLAVA),
+    "content parts": ("jsonl", [asked(PARTS)]), "LLaVA in Parquet": ("parquet", LLAVA),
     "bytes in Parquet": ("parquet", [asked("<image>?", images=[{"bytes": RED, "path": None}])]),
     "thoughts": (
         "jsonl", [

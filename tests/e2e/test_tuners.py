@@ -48,8 +48,7 @@ TUNERS = {
 OTHERS = {
     "vera": ("qwen3", {"tuner_type": "vera", "vera_rank": 8}, "vera_lambda"),
     "fourierft": ("qwen3", {"tuner_type": "fourierft", "fourier_n_frequency": 50}, "fourierft_spectrum"),
-    "ia3": ("qwen2_5_vl", {"tuner_type": "ia3"}, "ia3_l"),
-    "dummy": ("qwen2", {"tuner_type": "dummy"}, "embed"),
+    "ia3": ("qwen2_5_vl", {"tuner_type": "ia3"}, "ia3_l"), "dummy": ("qwen2", {"tuner_type": "dummy"}, "embed"),
     "biases": ("qwen2", {**LORA, "lora_bias": "all"}, "q_proj.base_layer.bias"),
     "prefixes": (
         "qwen3", {"freeze_parameters": ["model.layers.0"], "freeze_parameters_regex": "norm",

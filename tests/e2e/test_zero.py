@@ -40,8 +40,7 @@ OTHERS = {
 """Types of `swift rlhf` that generate answers -> words."""
 
 SWIFT = {
-    "text-": ("sft", "qwen2", f"{PACKED} no"),
-    "text-zero3": ("sft", "qwen2", f"{PACKED} steps --save_steps 2"),
+    "text-": ("sft", "qwen2", f"{PACKED} no"), "text-zero3": ("sft", "qwen2", f"{PACKED} steps --save_steps 2"),
     "text-other-zero2": ("sft", "qwen2", f"{PACKED} no {RESUMED}/text-zero3/out/checkpoint-2"),
     "text-damaged-zero3": ("sft", "qwen2", f"{PACKED} no {RESUMED}/text-damaged-zero3/checkpoint-2"),
     **{f"{kind}-{stage}": ("rlhf", "rlhf", f"{UNPLANNED} --rlhf_type {kind} {OTHERS.get(kind, '')}")
@@ -51,8 +50,7 @@ SWIFT = {
     "text-again-zero3": ("sft", "qwen2", f"{PACKED} no {RESUMED}/text-zero3/out/checkpoint-2"),
     "text-killed-zero2": ("sft", "qwen2", f"{PACKED} steps --save_steps 2"),
     "text-again-zero2": ("sft", "qwen2", f"{PACKED} no {RESUMED}/text-killed-zero2/out/checkpoint-2"),
-    "text-own": ("sft", "qwen2", f"{PACKED} no"),
-    "text-zero2": ("sft", "qwen2", f"{PACKED} no"),
+    "text-own": ("sft", "qwen2", f"{PACKED} no"), "text-zero2": ("sft", "qwen2", f"{PACKED} no"),
     **{f"images-{stage}": ("sft", "qwen2_5_vl", f"{PACKED} no --tuner_type lora") for stage in ("", "zero3")},
     **{f"rows-{stage}": ("sft", "qwen2_5_vl", f"{PACKED} no --tuner_type lora --sequence_parallel_size 2")
        for stage in ("", "zero2", "zero3")},
@@ -91,12 +89,10 @@ KILLED = {"killed-three": {"deepspeed": settings(3)}, "killed-two": {"deepspeed"
 MOVES = {"sequence_packing": {"enabled": True, "train_mb_tokens": 120, "logprob_mb_tokens": 200}}
 
 RL = {
-    "rl": {},
-    "rl-three": {"deepspeed": settings(3)},
+    "rl": {}, "rl-three": {"deepspeed": settings(3)},
     "rl-two-of-three": {"deepspeed": settings(2), "resume_from_checkpoint": LAST % "rl-three"},
     "rl-three-damaged": {"deepspeed": settings(3), "resume_from_checkpoint": LAST % "rl-three-damaged"},
-    "rl-unlike": {"deepspeed": settings(2) | {"gradient_clipping": 2.0}},
-    "rl-one": {"deepspeed": settings(1)},
+    "rl-unlike": {"deepspeed": settings(2) | {"gradient_clipping": 2.0}}, "rl-one": {"deepspeed": settings(1)},
     "rl-two": {"deepspeed": settings(2)},
     "rl-three-again": {"deepspeed": settings(3), "resume_from_checkpoint": LAST % "rl-three"},
     **{f"rl_{kind}{name}": keys for kind in ("padded", "plain")

@@ -10,8 +10,9 @@ import pytest
 import yaml
 
 from packplan.adapters.loaders.batches import PROGRESS
+from packplan.app.opening.policies import position_warning
 from packplan.app.opening.runs import read_config
-from packplan.app.opening.stores import artefacts_folder, open_stores
+from packplan.app.opening.stores import artefacts_folder, open_split_records, open_stores
 from packplan.app.plan import __main__ as command
 from packplan.app.planning.schedule import schedule_of_split
 from packplan.core.align import align_plan
@@ -152,12 +153,27 @@ def test_show_warns_of_what_training_would_refuse_or_do_otherwise(store, said, s
     assert "train: training would refuse the stored lengths, since a setting has changed" in capfd.readouterr().err
 
 
+def test_images_with_fewer_positions_than_tokens_are_not_warned_of(store, tmp_path):
+    """In a model with mrope; its rows of text are."""
+    keys = {"model_type": "qwen2", "max_position_embeddings": 9, "rope_scaling": {"mrope_section": [1]}}
+    (tmp_path / "config.json").write_text(json.dumps(keys))
+    config = read_config(store(model={"model": str(tmp_path)}))
+    table = open_stores(config, "train").lengths.inspect().rows.table  # an image is in the first row
+
+    assert not position_warning(config, table)
+    assert "than the 9 positions" in position_warning(config, table[1:])
+
+
 @pytest.mark.covers
 def test_a_sample_and_a_pack_are_explained(store, said, document, tmp_path):
     """When its pack is trained, and on which line it stands; else with whom it was dropped."""
     for name, blank in (("data", "\n"), ("val", "")):
-        (tmp_path / f"{name}.jsonl").write_text(f"{{}}\n{blank}" * len(LENGTHS))
+        (tmp_path / f"{name}.jsonl").write_text("".join(f'{{"id": {one}}}\n{blank}' for one in range(len(LENGTHS))))
     path = store(eval_lengths=LENGTHS)
+    for split in ("train", "eval"):
+        lengths, records = open_stores(read_config(path), split).lengths, open_split_records(read_config(path), split)
+        records.digest(len(records))
+        lengths.save_record_heads(records.known_heads)
     long, first = (document("show", path, "--sample", number) for number in (6, 0))
 
     assert ("long", 80, f"{tmp_path / 'data.jsonl'}, line 13") == (long["place"], long["length"], long["record"])
@@ -171,8 +187,12 @@ def test_a_sample_and_a_pack_are_explained(store, said, document, tmp_path):
     step = f"step {turn['step']} on rank {turn['rank']}"
     for words in ("images 28 x 56 (4 patches)", f"pack {first['pack']['pack']} of train", step):
         assert words in text
-    (tmp_path / "data.jsonl").write_text("{}\n")
-    assert document("show", path, "--sample", "0")["record"] is None
+    first, *others = (tmp_path / "data.jsonl").read_text().splitlines(keepends=True)
+    for rows, line in (([first], "line 1"), ([*others, first], None), ([], None)):
+        (tmp_path / "data.jsonl").write_text("".join(rows))
+        record = document("show", path, "--sample", "0")["record"]
+        assert record == (line and f"{tmp_path / 'data.jsonl'}, {line}"), "only where it was measured"
+    assert "; line unknown (" in said("show", path, "--sample", "0")
 
     path = store(training={"packing_min_fill_ratio": 1.0, "packing_allow_single_long": False})
     plan = build_raw_plan(LENGTHS, packing_length=80, min_fill_ratio=1.0, allow_single_long=False)

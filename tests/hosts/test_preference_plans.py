@@ -189,14 +189,15 @@ def losses_of(trainer, **options):
 
 
 @pytest.mark.parametrize("host", ["DPOTrainer", "KTOTrainer"] if HOSTED else ["KTOTrainer"])
-def test_precomputed_references_stay_with_their_samples(host, tmp_path):
-    """In packs of another order: losses are those of a reference model that computes with them."""
+def test_precomputed_references_stay_with_their_samples(host, tmp_path, capsys):
+    """In packs of another order. Rows of KTO alone have a length to compare with the positions."""
     keys = {"max_steps": 3, "gradient_accumulation_steps": 2}
-    computed, stored = (
-        losses_of(trainer_of(host, tmp_path, precompute_ref_log_probs=stored, **keys)) for stored in (False, True)
-    )
+    computed = losses_of(trainer_of(host, tmp_path, **keys))
+    trainer = trainer_of(host, tmp_path, precompute_ref_log_probs=True, **keys)
+    trainer.model.config.max_position_embeddings = 1
 
-    assert stored == pytest.approx(computed, **_NEAR)
+    assert losses_of(trainer) == pytest.approx(computed, **_NEAR)
+    assert (host == "KTOTrainer") == ("than the 1 positions of" in " ".join(capsys.readouterr().out.split()))
 
 
 class Compares(trl.RewardTrainer):

@@ -243,14 +243,12 @@ def test_each_epoch_has_its_entry_and_the_last_stays():
 @pytest.mark.parametrize(
     ("mix", "path"),
     [
-        (mix_of({}), "sources[0]"),
-        (mix_of({"ratio": ONE, "count": 1}), "sources[0]"),
+        (mix_of({}), "sources[0]"), (mix_of({"ratio": ONE, "count": 1}), "sources[0]"),
         *((mix_of({"ratio": Decimal(ratio)}), "sources[0].ratio") for ratio in (0, -1, "nan", "inf")),
         *((mix_of({"count": count}), "sources[0].count") for count in (0, 10)),
         *((mix_of({**one, "cap": cap}), "sources[0].cap") for one, cap in (({"ratio": ONE}, 0), ({"count": 1}, 2))),
         (mix_of({"ratio": ONE}, {"ratio": ONE}, {"jsonl": "a", "count": 1}), "sources[2].jsonl"),
-        (mix_of(), "sources"),
-        (mix_of({"ratio": ONE}, by="tokens", samples_per_epoch=3), "samples_per_epoch"),
+        (mix_of(), "sources"), (mix_of({"ratio": ONE}, by="tokens", samples_per_epoch=3), "samples_per_epoch"),
         (mix_of({"ratio": ONE}, tokens_per_epoch=3), "tokens_per_epoch"),
         (mix_of({"ratio": ONE}, by="tokens", tokens_per_epoch=0), "tokens_per_epoch"),
         (mix_of({"count": 1}, by="tokens"), "sources[0].count"),

@@ -223,8 +223,7 @@ def test_a_long_sample_does_not_weaken_the_bound_of_the_others():
     [
         ([34, 33, 33] * 3 + [66, 67] * 2, {}, 0), (CAPTIONS, {}, 20), ([*CAPTIONS, 9000], {}, 20),
         (CAPTIONS, {"min_fill_ratio": "0.9"}, 0), (CAPTIONS, {"algorithm": "concatenative"}, 0),
-        (CAPTIONS, {"replanned": True}, 0),
-        (CAPTIONS, {"algorithm": "auto"}, 0), (CAPTIONS[:6], {}, 0),
+        (CAPTIONS, {"replanned": True}, 0), (CAPTIONS, {"algorithm": "auto"}, 0), (CAPTIONS[:6], {}, 0),
     ],
 )  # fmt: skip
 def test_a_plan_says_how_many_packs_auto_needs_where_it_saves_some(lengths, options, expected):

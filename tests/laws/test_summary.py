@@ -16,6 +16,7 @@ from packplan.core.bounds import lower_bound
 from packplan.core.errors import ArgumentError, counted
 from packplan.core.inspection import (
     compare_packs,
+    describe_few_positions,
     describe_long_samples,
     describe_resume,
     find_sample,
@@ -61,6 +62,20 @@ def test_a_packing_length_that_few_samples_fit_is_warned_of(of):
         assert text.startswith(f"{len(alone)} of {counted(len(lengths), 'sample')} ")
         records = [*lengths, 0, 0]
         assert text == describe_long_samples(plan, records, "--packing_length")
+
+
+@pytest.mark.parametrize(
+    ("scaling", "most"),
+    [({"factor": 2}, 1024), ({"factor": 2.0, "original_max_position_embeddings": None}, 1024), (None, 512),
+     ({"full_attention": {"factor": 8}, "sliding_attention": {"factor": None}}, 4096), ({"mrope_section": [1]}, 512)],
+)  # fmt: skip
+def test_more_tokens_than_positions_are_warned_of(scaling, most):
+    """Of any type of layer; not of images, to which mrope gives fewer positions."""
+    config = {"thinker_config": {"text_config": {"max_position_embeddings": 512, "rope_scaling": scaling}}}
+
+    assert not describe_few_positions([most], config)
+    assert f" {most:,} positions of the model" in describe_few_positions([most + 1], config)
+    assert ("mrope_section" in (scaling or {})) != bool(describe_few_positions([most + 1], config, media=True))
 
 
 @given(plans())

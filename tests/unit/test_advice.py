@@ -164,6 +164,8 @@ def test_one_letter_off_is_found(name, data):
         ("with template.max_length: 90, 95 % fit", "with --packing_length 90, 95 % fit"),
         ("5 of which are truncated (template.max_length): 1..5", "5 of which are truncated (--max_length): 1..5"),
         ("swift.max_length was 8, now 9; custom.val_jsonl is", "--max_length was 8, now 9; --val_dataset is"),
+        ("since packing_length was 8, now 9", "since --packing_length was 8, now 9"),
+        ("--packing_length was 8, now 9", None),
         ("model.safetensors in run/model.model, of python -m swift.cli.sft", None),
         ("training.jsonl, record 3 of template.json: a file is no key, nor are training.csv and model.py", None),
         ("template.prompt was 'a', now 'training.'", None),

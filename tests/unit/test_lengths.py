@@ -144,8 +144,7 @@ CALLS = {
     "align_plan": (partial(pp.align_plan, RAW), {"world_size": 2}),
     "build_raw_plan": (partial(pp.build_raw_plan, L, packing_length=9, replanned=True), {"epoch": 0}),
     "chunk_positions": (pp.chunk_positions, {"length": 8, "cp_size": 2, "cp_rank": 0}),
-    "cu_seqlens": (partial(pp.cu_seqlens, L), {}),
-    "lower_bound": (partial(pp.lower_bound, L), {"capacity": 9}),
+    "cu_seqlens": (partial(pp.cu_seqlens, L), {}), "lower_bound": (partial(pp.lower_bound, L), {"capacity": 9}),
     "pack": (partial(pp.pack, L), {"capacity": 9}),
     "packing_metrics": (partial(pp.packing_metrics, L, RAW.packs), {"capacity": 9}),
     "padded_length": (pp.padded_length, {"length": 5, "cp_size": 2}),
@@ -157,8 +156,7 @@ CALLS = {
     "EpochSchedule": (pp.EpochSchedule, {
         "num_packs": 3, "world_size": 1, "dataloader_drop_last": False, "gradient_accumulation_steps": 1,
         "num_train_epochs": 1, "works": np.ones(3)}),
-    "Plan.schedule": (pp.plan(L, 9).schedule, {}),
-    "PlanPolicy": (pp.PlanPolicy, {"packing_length": 9}),
+    "Plan.schedule": (pp.plan(L, 9).schedule, {}), "PlanPolicy": (pp.PlanPolicy, {"packing_length": 9}),
 }  # fmt: skip
 """Public name -> call, and its arguments that have no default."""
 

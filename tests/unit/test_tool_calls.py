@@ -21,8 +21,7 @@ def openai(*calls, content=None, **more):
 
 
 NOTATIONS = [
-    TOLD,
-    [ASKED, {**CALLED, "content": CALL}, {**GIVEN, "role": "tool_response"}, SAID],
+    TOLD, [ASKED, {**CALLED, "content": CALL}, {**GIVEN, "role": "tool_response"}, SAID],
     [ASKED, {**CALLED, "role": "function_call"}, {**GIVEN, "role": "observation"}, SAID],
     [ASKED, {**CALLED, "role": "function-call"}, {**GIVEN, "role": "function-response", "tool_call_id": "1"}, SAID],
     [ASKED, openai(CALL), GIVEN, SAID],

@@ -198,8 +198,7 @@ LORA, MIX = {"training.tuner_type": "lora"}, {"custom.fusion_config": "mix.yaml"
         ({"custom.trainer_variant": "rollouts", "training.packing_mode": "dynamic"}, "custom.trainer_variant"),
         ({"custom.val_share": 0.1, "custom.val_jsonl": "b.jsonl"}, "custom.val_share"),
         ({"custom.val_share": 1}, "custom.val_share"),
-        ({**ROLLOUT, "custom.val_share": 0.1}, "custom.val_share"),
-        ({"custom": 3}, "custom"),
+        ({**ROLLOUT, "custom.val_share": 0.1}, "custom.val_share"), ({"custom": 3}, "custom"),
         ({"template.max_length": 80.5}, "template.max_length"),
     ],
 )  # fmt: skip
