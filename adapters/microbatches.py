@@ -128,8 +128,8 @@ class BatchedData:
             None if of_field is None else input_lengths_key,
         )
         if len(checked) and int(checked.max()) > batch.width:
-            message = f"a sequence has {int(checked.max()):,} tokens, but the batch is {batch.width:,} wide: pad it"
-            raise ArgumentError("batch", message)
+            fact = f"a sequence has {int(checked.max()):,} tokens, but the batch is {batch.width:,} wide"
+            raise ArgumentError("batch", f"{fact}: correct lengths")
         _check_mask(batch)
         return batch
 
@@ -187,7 +187,7 @@ class BatchedData:
 
         ArgumentError is raised if an index is out of range.
         """
-        message = f"sequences of this batch are selected by whole numbers from 0 to {len(self) - 1:,}"
+        message = f"indices have to be whole numbers from 0 to below {len(self):,}, the number of sequences"
         places = _to_int64(indices, 0, len(self), message)
         listed = places.tolist()
         fields = {
@@ -274,7 +274,7 @@ def _differences(first: BatchedData, batch: BatchedData) -> Iterator[str]:
     for name in dict.fromkeys([*first.fields, *batch.fields]):
         wanted, found = (_describe_field(one, name) for one in (first, batch))
         if wanted != found:
-            yield f"{name} is {found}, in batch 0 {wanted}"
+            yield f"{name} is {found}, but in batch 0 it is {wanted}"
 
 
 def _describe_field(batch: BatchedData, name: str) -> str:

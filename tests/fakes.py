@@ -18,7 +18,15 @@ from packplan.core.errors import RecordError, UserError
 from packplan.core.fingerprint import Fingerprint
 from packplan.core.plan import RawPlan
 from packplan.core.ports import Arrays, ReportProgress, StoredRows
-from packplan.core.samples.tables import DataFile, MeasuredSample, Measurement, MediaFacts, RecordOutcome, ShortcutError
+from packplan.core.samples.tables import (
+    DataFile,
+    MeasuredSample,
+    Measurement,
+    MediaFacts,
+    RecordOutcome,
+    ShortcutError,
+    to_row,
+)
 
 
 class ListSource:
@@ -145,7 +153,9 @@ class GuessingSource(ListSource):
         for index in indices:
             is_wrong = index == self.wrong and not in_full
             if is_wrong and self.audits:
-                raise ShortcutError(f"{self.name}, line {index + 1}", (1,), (2,))
+                raise ShortcutError(
+                    f"{self.name}, line {index + 1}", to_row(Measurement(1, 1, 0, 0)), to_row(Measurement(2, 1, 0, 0))
+                )
             is_bad = self.lengths[index] < 0 or (in_full and index == self.bad)
             found = MeasuredSample(Measurement(self.lengths[index] + is_wrong, 1, 1, 4), self.media_facts(index))
             yield self.error(index, "is bad") if is_bad else found

@@ -269,7 +269,7 @@ def _read_sample(batch: Mapping[str, Any]) -> Sample:
     """Return a batch as one sample; ArgumentError if it has no labels."""
     labels = batch.get("labels")
     if not isinstance(labels, torch.Tensor):
-        fact = "the model is given no labels, so there is no loss to compare: pass labels to the model, or labels=[…]"
+        fact = "the model is given no labels, so there is no loss to compare: give it labels, or pass labels=[…]"
         raise ArgumentError("packed_batch", f"{fact} with those of each call")
     return Sample(without_labels(batch), next_tokens(labels).flatten())
 

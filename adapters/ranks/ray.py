@@ -155,8 +155,8 @@ class RayWorkers:
             if not ready:
                 self._kill()
                 reason = (
-                    f"not finished after {timeout_s:,.0f} s: the cluster may lack a free CPU, or GPU, for each of the "
-                    f"{counted(self.num_workers, 'worker')}"
+                    f"it has not finished after {timeout_s:,.0f} s, so the cluster may lack a free CPU or GPU for each "
+                    f"of the {counted(self.num_workers, 'worker')}"
                 )
                 raise RunError.for_worker(calls.index(left[0]), method, reason)
             failures = _find_failures(ready)

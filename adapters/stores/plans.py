@@ -207,8 +207,8 @@ def _read_epochs(path: Path) -> tuple[str, tuple[EpochRecord, ...]]:
             return "", ()
         try:
             return manifest["plan_fingerprint_sha256"], cattrs.structure(manifest["epochs"], tuple[EpochRecord, ...])
-        except (BaseValidationError, LookupError) as error:
-            raise CorruptArtefactError(str(path), f"its records do not describe epochs: {error}") from None
+        except (BaseValidationError, LookupError):
+            raise CorruptArtefactError(str(path), "its records do not describe epochs") from None
 
 
 def _plan_counts(plan: RawPlan) -> dict[str, int | str]:

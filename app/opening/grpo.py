@@ -89,7 +89,7 @@ def train(config: RlConfig, group: RankGroup, *, quiet: bool = False) -> GRPOTra
         trainer.save_state()
     rewards = [entry["reward"] for entry in trainer.state.log_history if "reward" in entry]
     if rewards and trainer.is_world_process_zero():
-        log.info("reward %.3f -> %.3f; the policy is in %s", rewards[0], rewards[-1], folder)
+        log.info("the first logged reward is %.3f, the last %.3f; the policy is in %s", rewards[0], rewards[-1], folder)
     if counts is not None and counts.metrics is not None and trainer.is_world_process_zero():
         found = counts.metrics
         figures = (found.utilisation, found.waste_ratio, found.balance, found.efficiency)

@@ -24,7 +24,6 @@ from packplan.core.errors import DataSetError, RecordError, StaleError
 from packplan.core.lengths import IntArray
 from packplan.core.ports import LengthSource, ReportProgress, StoredRows
 from packplan.core.samples.tables import (
-    COLUMNS,
     MEDIA_COLUMNS,
     Measurement,
     ShortcutError,
@@ -87,10 +86,10 @@ def recheck_stored(source: LengthSource, stored: StoredRows) -> int:
     for index in sorted(few, reverse=True):
         measured = from_row(stored.table, index)
         if (encoded := source.measure_in_full(index)) != measured:
+            changes = "; ".join(map(str, measured.differences(encoded)))
             message = (
-                f"sample {index} encodes to {to_row(encoded)}, but {to_row(measured)} is stored for it "
-                f"({', '.join(COLUMNS)}). Something that the stored lengths depend on has changed unnoticed: measure "
-                "and plan again in another training.output_dir"
+                f"sample {index} no longer encodes as stored: {changes}. Something that the stored lengths depend on "
+                "has changed unnoticed: measure and plan again in another training.output_dir"
             )
             raise DataSetError(message)
     return len(few)
@@ -163,12 +162,8 @@ def _require_same_elsewhere(source: LengthSource, measured: Mapping[int, Measure
 
 def _require_same(index: int, first: Measurement, encoded: Measurement, when: str) -> None:
     if encoded != first:
-        message = (
-            f"sample {index} measured {to_row(first)} first and {to_row(encoded)} {when} "
-            f"({', '.join(COLUMNS)}), but a plan needs samples that encode the same every time: make "
-            "the preprocessing deterministic"
-        )
-        raise DataSetError(message)
+        fact = f"sample {index} encodes differently {when} ({'; '.join(map(str, first.differences(encoded)))})"
+        raise DataSetError(f"{fact}, but has to encode the same every time: make the preprocessing deterministic")
 
 
 def _spread_indices(indices: IntArray | range) -> list[int]:

@@ -178,9 +178,9 @@ class ShortcutError(Exception):
         self.where, self.quick, self.encoded = where, quick, encoded
 
     def __str__(self) -> str:
-        return (
-            f"a shortcut gave {self.quick} for {self.where}, but encoding gives {self.encoded} ({', '.join(COLUMNS)})"
-        )
+        values = zip(COLUMNS, self.quick, self.encoded, strict=True)
+        wrong = ", ".join(f"{name} {quick} instead of {encoded}" for name, quick, encoded in values if quick != encoded)
+        return f"a shortcut measured {wrong} for {self.where}"
 
 
 RecordOutcome = MeasuredSample | RecordError

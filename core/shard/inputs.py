@@ -55,7 +55,7 @@ def sequence_dims(
     for name, dim in declared.items():
         shape = shapes.get(name, ())
         if (dim is not None or name == input_key) and dim not in _matching_dims(shape, width):
-            message = f"dimension {dim} of {name} is not as long as {input_key} is wide ({width:,}): set sequence_dims"
+            message = f"sequence_dims has {dim} for {name}, but needs a dimension of {input_key}'s width, {width:,}"
             raise ArgumentError("batch", message)
     found = dict[str, int | None]()
     for name, shape in shapes.items():

@@ -161,7 +161,7 @@ NO_DIMS = (("x", 1), ("gone", 1), ("texts", 1), ("scores", 1), ("input_ids", 0),
         *(({**FIELDS, "x": x}, {}, "x has no entries") for x in (None, torch.tensor(3))),
         *((fields, {}, "needs the field input_ids") for fields in ({}, {"input_ids": [1, 2]}, {"input_ids": IDS[0]})),
         *((FIELDS, {"lengths": lengths}, "whole numbers of at least 1, one") for lengths in NO_LENGTHS),
-        (FIELDS, {"lengths": [1, 5]}, "5 tokens, but the batch is 4 wide"),
+        (FIELDS, {"lengths": [1, 5]}, "5 tokens, but the batch is 4 wide: correct"),
         (FIELDS, {"lengths": []}, "has 2 entries, but the batch has 0 sequences"),
         (FIELDS, {"lengths": None}, "give lengths=…, or the field input_lengths"),
         ({**FIELDS, "input_lengths": [1, 2]}, {"lengths": [2, 2]}, "lengths differ from the field input_lengths"),
@@ -171,7 +171,7 @@ NO_DIMS = (("x", 1), ("gone", 1), ("texts", 1), ("scores", 1), ("input_ids", 0),
               for num in (1, 4)), ([0, 0, 0, 0], "but 0 by attention_mask: remove the sequence"))),
         *((FIELDS, {"pad_values": {name: 1}}, f"pad_values has {name}") for name in ("gone", "texts")),
         *((FIELDS, {"pad_values": {"input_ids": pad}}, "which int64 cannot represent") for pad in (0.5, "x")),
-        *((FIELDS, {"sequence_dims": {name: dim}}, f"dimension {dim} of {name} is not as long")
+        *((FIELDS, {"sequence_dims": {name: dim}}, f"sequence_dims has {dim} for {name}, but needs a dim")
           for name, dim in NO_DIMS),
     ],
 )  # fmt: skip
@@ -220,7 +220,7 @@ EMPTY = BATCH.select([])
          "made from other lengths: "),
         *((lambda ask=ask: ask("gone"), "no field gone: its fields are input_ids, texts")
           for ask in (BATCH.tensor, BATCH.__getitem__)),
-        *((lambda indices=indices: BATCH.select(indices), "are selected by whole numbers from 0 to 1")
+        *((lambda indices=indices: BATCH.select(indices), "numbers from 0 to below 2, the number of")
           for indices in ([2], [-1], [0.7], [[0, 1]], torch.tensor([True, False]), ["a"])),
         (lambda: BATCH.truncate(-1), "width is -1, but has to be"),
         *((lambda num=num: padded_microbatch(BATCH).unpacked(torch.ones(num)), rf"\({num},\), but the microbatch has 8")
@@ -306,7 +306,7 @@ def test_no_field_is_lost_where_batches_become_one():
         first, last = (BatchedData.from_fields(fields, lengths=[1, 2]) for fields in (one, other))
         for batches, (here, there) in (([first, first, last], kinds), ([last, last, first], kinds[::-1])):
             says = (
-                f"batch 2 has other fields than batch 0: {name} is {there}, in batch 0 {here}: "
+                f"batch 2 has other fields than batch 0: {name} is {there}, but in batch 0 it is {here}: "
                 "give all batches the same fields"
             )
             with pytest.raises(ArgumentError, match=re.escape(says)):
