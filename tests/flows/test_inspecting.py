@@ -226,7 +226,7 @@ def test_what_is_not_there_or_cannot_be_is_named(store, said, arguments, reason)
 @pytest.mark.parametrize(
     ("changes", "reason"),
     [
-        ({"training": {"packing_min_fill_ratio": 1.0}}, "9 packs .samples of 51 to 59 tokens. are filled below"),
+        ({"training": {"packing_min_fill_ratio": 1.0}}, "9 packs .samples of 51 to 59 tokens. are filled to at most"),
         ({"template": {"max_length": 57, "truncation_strategy": "raise"}}, "2 of 9 samples are too long"),
     ],
 )
