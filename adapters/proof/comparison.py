@@ -344,7 +344,7 @@ def read_logits(output: Any, shape: Shape) -> torch.Tensor:
         logits = logits[0]
     if not isinstance(logits, torch.Tensor):
         fact = f"the model returns {type(output).__name__} without logits, so its samples cannot be compared: load it "
-        raise ModelError("no_logits", f"{fact}with a head that computes logits, and leave use_liger_kernel off")
+        raise ModelError("host", f"{fact}with a head that computes logits, and leave use_liger_kernel off")
     rows, tokens = shape
     if logits.numel() == 0 or logits.shape[:-1].numel() != rows * tokens:
         raise ModelError("probe", f"the model returns logits of shape {tuple(logits.shape)} for {shape_text(shape)}")
