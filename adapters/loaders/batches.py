@@ -7,6 +7,8 @@ progress. `EvalBatches` follows the order of an evaluation plan.
 """
 
 import json
+import os
+import weakref
 from collections.abc import Iterator, Mapping
 from hashlib import blake2b
 from pathlib import Path
@@ -55,8 +57,11 @@ class PackBatches:
         changes: Changeable settings of the run that differ from those of the loaded state.
     """
 
-    _compared_in: ClassVar[Any] = None
-    """Store of the process group in which this process was compared with the other ranks."""
+    _compared_in: ClassVar[weakref.ref[Any] | None] = None
+    """
+    Store of the process group in which this process was compared with the other ranks. A strong
+    reference would keep the store's server alive.
+    """
 
     def __init__(
         self,
@@ -99,7 +104,7 @@ class PackBatches:
         for name, value, text in (("plan", plan, "plan.checksum"), ("data", data, "packs.inspect().digest")):
             if not isinstance(value, str):
                 raise ArgumentError("host", f"{name} is a {type(value).__name__}, but has to be text: pass {text}")
-        self.rank = rank
+        self.rank = int(rank)
         self.changes: tuple[Difference, ...] = ()
         facts: dict[str, Any] = {"plan": plan or schedule.plan, "data": data, "identity": identity}
         self.state = state or ResumeState.from_schedule(schedule, **facts)
@@ -153,7 +158,8 @@ class PackBatches:
         Raise MismatchError if another rank has begun with another plan, rows or order of packs.
 
         Only the first iteration in a process group is compared, with that of the rank that began
-        first. So no rank waits for another one.
+        first. So no rank waits for another one. The last rank removes what was compared, since a
+        store may serve another process group later, for example after torchrun's restart.
         """
         import torch.distributed as dist  # commands that read a checkpoint's progress need no torch
         from torch.distributed.distributed_c10d import _get_default_store
@@ -163,16 +169,25 @@ class PackBatches:
 
         if get_worker_info() is not None or not has_ranks() or self.schedule.world_size != dist.get_world_size():
             return
-        if PackBatches._compared_in is (store := _get_default_store()):
+        store = _get_default_store()
+        if PackBatches._compared_in is not None and PackBatches._compared_in() is store:
             return
-        PackBatches._compared_in = store
+        key = f"{_BEGUN}/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}"
         order = blake2b(self.schedule.order(self.epoch).tobytes()).hexdigest()
         mine = {"rank": self.rank, "plan": self.state.plan, "rows": self.state.data, "order of packs": order}
-        first = json.loads(store.compare_set(_BEGUN, "", json.dumps(mine)))
+        first = json.loads(store.compare_set(key, "", json.dumps(mine)))
+        if first["rank"] == self.rank:  # of an earlier process group, in which other ranks did not begin
+            store.set(key, json.dumps(mine))
+            store.delete_key(f"{key}/ranks")
+            first = mine
+        if store.add(f"{key}/ranks", 1) == self.schedule.world_size:
+            store.delete_key(key)
+            store.delete_key(f"{key}/ranks")
         if other := [name for name, value in mine.items() if first[name] != value and name != "rank"]:
             fact = f"rank {mine['rank']} begins with another {' and another '.join(other)} than rank {first['rank']}"
             remedy = "give all ranks the same rows in the same order, the same schedule, and the same resume state"
             raise MismatchError("ranks_disagree", f"{fact}: {remedy}")
+        PackBatches._compared_in = weakref.ref(store)
 
     def state_dict(self, *, step: int | None = None) -> dict[str, Any]:
         """

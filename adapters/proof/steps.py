@@ -17,6 +17,7 @@ import inspect
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, nullcontext, suppress
+from contextvars import ContextVar
 from functools import partial
 from typing import Any
 
@@ -42,6 +43,9 @@ _RANDOM = re.compile("drop|noise")
 
 _TOLD = "is_told"
 """Attribute of an error that all ranks know."""
+
+_INSIDE: ContextVar[bool] = ContextVar("inside", default=False)
+"""Whether this code runs within `failing_together`."""
 
 
 NOISE = "neftune_noise_alpha"
@@ -315,6 +319,8 @@ def failing_together(any_rank: Callable[[bool], bool] | None = None) -> Iterator
         any_rank: Function that returns whether a flag is set on any rank. With it, ranks exchange
             only a flag unless one of them has failed, and may exchange nothing inside.
     """
+    is_outermost = not _INSIDE.get()
+    inside = _INSIDE.set(True)
     try:
         yield
         if any_rank is None or any_rank(False):  # noqa: FBT003  # this rank has not failed
@@ -327,7 +333,11 @@ def failing_together(any_rank: Callable[[bool], bool] | None = None) -> Iterator
             with suppress(RunError, RuntimeError):  # of a rank that has failed, too, or has ended
                 if any_rank is None or any_rank(True):  # noqa: FBT003  # this rank has failed
                     gather_from_ranks(RunError("rank_gone", f"rank {dist.get_rank()} failed: {text}"))
+        if is_outermost:  # a data set may raise the same error again
+            vars(error).pop(_TOLD, None)
         raise
+    finally:
+        _INSIDE.reset(inside)
 
 
 @contextmanager

@@ -153,7 +153,7 @@ OTHER_PLAN = pp.plan(PLAN.lengths[::-1], 64)
 
 
 def test_ranks_that_begin_with_other_packs_are_refused(monkeypatch):
-    """By the rank that begins later; one that begins once more alone is not compared, nor waits."""
+    """By the rank that begins later; a second iteration and another group in one store are not."""
     store = dist.HashStore()
     monkeypatch.setattr(models, "has_ranks", lambda: True)
     monkeypatch.setattr(dist.distributed_c10d, "_get_default_store", lambda: store)
@@ -163,12 +163,16 @@ def test_ranks_that_begin_with_other_packs_are_refused(monkeypatch):
         monkeypatch.setattr(PackBatches, "_compared_in", None)
         for run in runs:
             plan, data, seed = ({"plan": PLAN, "data": "rows", "seed": 0} | run).values()
-            list(PackBatches(plan.schedule(world_size=2, seed=seed), rank, 2, data=data))
+            list(PackBatches(plan.schedule(world_size=2, seed=seed), np.int64(rank), 2, data=data))
 
     begin(0, {}, {"seed": 3})
     begin(1, {})
+    begin(0, {"seed": 4})  # alone
+    for rank in range(2):
+        begin(rank, {"seed": 5})
     for run in ({"plan": OTHER_PLAN}, {"data": "others"}, {"seed": 1}, {"plan": OTHER_PLAN, "data": "", "seed": 1}):
         names = " and another ".join({"plan": "plan", "data": "rows", "seed": "order of packs"}[name] for name in run)
+        begin(0, {})
         with pytest.raises(MismatchError, match=f"^rank 1 begins with another {names} than rank 0: give all ranks"):
             begin(1, run)
 
