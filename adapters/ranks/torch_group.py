@@ -228,8 +228,10 @@ class TorchGroup:
     def _claim(self, error: BaseException) -> None:
         """Mark an error as printed if rank 0, or another rank of this node, has raised it first."""
         # A lost rank is reported at once, since a store on its node may not answer.
-        if isinstance(error, PackplanError) and error.kind not in ("rank_gone", "rank_zero"):
-            text, rank = _error_text(error).removeprefix(_RELAYED), str(self.rank)
+        text, rank = _error_text(error), str(self.rank)
+        is_relayed = text.startswith(_RELAYED)
+        if isinstance(error, PackplanError) and (is_relayed or error.kind not in ("rank_gone", "rank_zero")):
+            text = text.removeprefix(_RELAYED)
             key = f"shown/{os.environ.get('GROUP_RANK', '')}/{text}"
             if self.rank:
                 _await_soon(self._store, [key], _POLL_S)
@@ -264,7 +266,7 @@ class TorchGroup:
         awaited = "for rank 0 to measure and plan: raise training.packing_wait_timeout_s, or set it to 0 for no limit"
         answer = json.loads(self._await_keys([key], timeout_s, "rank_zero", awaited=awaited)[0])
         if "failed" in answer:
-            raise RunError("failed", f"{_RELAYED}{answer['failed']}")
+            raise RunError("rank_zero", f"{_RELAYED}{answer['failed']}")
         built: list[tuple[str, str, list[int]]] = answer["built"]
         return built
 
