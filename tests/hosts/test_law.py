@@ -645,13 +645,13 @@ def train_other_runs(rank, out):
 
 
 class RowsOnDisk(list):
-    """Rows on a disk that may fail."""
+    """Rows on a disk that may fail, each time with the same error."""
 
-    fails = False
+    fails, error = False, OSError(5, "Input/output error", "rows.arrow")
 
     def __getitem__(self, index):
         if self.fails:
-            raise OSError(5, "Input/output error", "rows.arrow")
+            raise self.error
         return super().__getitem__(index)
 
 
