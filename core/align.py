@@ -99,8 +99,8 @@ def align_plan(
     Args:
         raw_plan: A raw plan, a `Plan` or a sequence of packs; at least one pack.
         world_size: Number of data-parallel ranks, >= 1.
-        dataloader_drop_last: Whether to drop the leftover packs. If false, packs from the front are
-            repeated, cyclically.
+        dataloader_drop_last: Whether to drop the leftover packs. If false, packs are repeated from
+            the front, cyclically; with *degrees*, only packs of the smallest degree.
         batch_size: Number of packs in one forward pass of a rank, >= 1. If leftover packs are
             dropped, each rank has to keep at least this many.
         degrees: Number of ranks that share each pack, powers of two; shape (num_packs,). None means

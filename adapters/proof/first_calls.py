@@ -123,7 +123,7 @@ class _StoredFact:
             self.num_reads += 1
             self._set_reads(str(self.num_reads))
         except dist.DistError as error:
-            fact = "rank 0 has ended, so results of the first calls on other ranks are unknown: no weight is updated"
+            fact = "rank 0 has ended, so no weight is updated: other ranks may have found a difference; see the output of rank 0"
             raise RunError("rank_gone", fact) from error
         return fact
 

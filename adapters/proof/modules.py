@@ -189,7 +189,8 @@ def _copy_sample_part(value: Any, *, shape: Shape, place: Place) -> torch.Tensor
 
 def _differs(found: Sequence[torch.Tensor], expected: Sequence[torch.Tensor], limit: float) -> bool:
     """
-    Return whether the relative difference of a tensor from the expected tensor exceeds *limit*.
+    Return whether any tensor differs from its expected tensor by more than *limit*, relative to the
+    largest expected value. Pairs of other shapes do not count. False if the numbers differ.
     """
     if len(found) != len(expected):
         return False  # they cannot be compared

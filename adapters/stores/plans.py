@@ -5,8 +5,8 @@ If each epoch has its own plan, only the first plan is stored, and `schedule_ws<
 record of each epoch.
 
 The arrays are published first, and the manifest with their digests is published last. So a reader
-finds a whole plan or none. `verdict.json` in the same folder has the probe's verdict on the run's
-model.
+finds a whole plan or none. `verdict.json`, in the folder above those of the splits, has the probe's
+verdict on the run's model.
 """
 
 import logging

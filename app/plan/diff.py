@@ -2,7 +2,7 @@
 Compare two plans: their inputs, packs and steps, and which samples are in different packs. The exit
 status is 3 if anything differs.
 
-A and B may each be a run.yaml whose plan is built, the output folder of a run, or a checkpoint. B
+A and B may each be a run.yaml that has a plan, the output folder of a run, or a checkpoint. B
 may also be an ms-swift command. Samples are compared by their index in the data. The packs of a
 checkpoint are compared if the folder of its run still stores them.
 """

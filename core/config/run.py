@@ -266,7 +266,7 @@ class CustomConfig:
         per_rank="names sources for `plan show`, by their paths",
         check=must(lambda name: bool(name.strip()), "a name"),
     )
-    """Names of data files in counts and figures: `{data/chats.jsonl: chats}`."""
+    """Names of sources, as `plan show --all` prints them: `{data/chats.jsonl: chats}`."""
 
     fusion_config: PathText | None = key(None, neither=_SELECTS)
     """YAML file that describes a mix of data sets, or a curriculum of mixes."""
@@ -302,7 +302,7 @@ class CustomConfig:
     """Maximum number of pixels of an image file. Larger images are refused before decoding."""
 
     literal_image_tags: bool = key(False, neither=_LIMITS)
-    """Keep `<image>` as text if a record has no images; by default, such a record is refused."""
+    """Keep `<image>` as text in records without images. By default, such a text is an error."""
 
     columns: dict[str, str | None] = key(attrs.Factory(dict), lengths="value", check=one_of(sorted(RECORD_KEYS)))
     """
