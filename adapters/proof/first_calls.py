@@ -123,7 +123,7 @@ class _StoredFact:
             self.num_reads += 1
             self._set_reads(str(self.num_reads))
         except dist.DistError as error:
-            fact = "rank 0 has ended, so no weight is updated: other ranks may have found a difference; see the output of rank 0"
+            fact = "rank 0 has ended, and what other ranks found is unknown, so no weight is updated: see its output"
             raise RunError("rank_gone", fact) from error
         return fact
 
